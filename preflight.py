@@ -1,0 +1,5392 @@
+#!/usr/bin/env python3
+"""preflight.py: are the MCP tools that an unattended job needs there?
+
+One file, the standard library only, Python 3.6 to 3.14. `tools preflight`
+answers from local state: it contacts no server and leaves one audit record.
+`sync` is the part that looks at servers. README.md has the manual.
+
+The map. Data flows down the page and every reference points up it; a
+section may use those named behind "uses", and itself. Sections 1 to 13 are
+pure: values in, values out, time passed in as a number. A test parses
+this table and holds the file to it. Numbers without a row are free.
+
+   1 constants  limits with their units, exit codes            uses nothing
+   2 errors     one base error; children by who must act       uses 1
+   3 reasons    the 15 reasons, classes, verdicts, worst-of    uses 1
+   4 values     the nouns, one record each                     uses 1-3
+   5 text       JSON in, durations, times, safe text, masks    uses 1-4
+   6 identity   ids, pins, canonical JSON, hashes, launches    uses 1-5
+   7 config     file text + environment -> servers, profiles   uses 1-6
+   8 wire       MCP without I/O: requests, replies, paging     uses 1-6
+   9 trust      seen + approved -> status; what a sync writes  uses 1-6
+  10 judge      the gates in order, evaluate, explain          uses 1-6, 9
+  11 lock       definition diffs                               uses 1-6
+  12 report     values -> table, json, yaml                    uses 1-6, 11
+  == below this line the program touches the world ==
+  14 world      clock, randomness, environment, files, stops   uses 1-5
+  15 store      SQLite: schema, snapshot reads, writes         uses 1-6, 14
+  16 audit      append, chain, verify, prune                   uses 1-6, 14-15
+  17 links      carry bytes: a child process on stdio          uses 1-2, 5, 14
+  18 sync       observe servers, record what was seen          uses 1-9, 14-17
+  20 commands   one function per use case, returns a value     uses 1-12, 14-18
+  23 cli        argparse, dispatch, streams, exit code         uses all
+"""
+import sys
+
+# `python3 preflight.py` puts this file's directory first on the path, and a
+# json.py dropped beside it would run. Nothing of ours is imported from there.
+if (__name__ == '__main__' and not sys.flags.isolated
+        and not getattr(sys.flags, 'safe_path', False)):
+    sys.path.pop(0)
+
+# The script is compiled at every run and each import is paid for at every
+# cron tick: every other import is the first line of the function that needs
+# it. A test holds the set of modules that `tools preflight` loads.
+import json  # noqa: E402
+import os  # noqa: E402
+import re  # noqa: E402
+import time  # noqa: E402
+from collections import namedtuple  # noqa: E402
+
+# ==========================================================================
+# 1. constants
+# ==========================================================================
+
+VERSION = '0.1.0'
+
+EXIT_READY = 0
+EXIT_FAILED = 1
+EXIT_RETRY = 10
+EXIT_BLOCKED = 11
+EXIT_UNKNOWN = 12
+
+HASH_VERSION = 1
+SCHEMA_VERSION = 1
+
+SECOND_MS = 1000
+MINUTE_MS = 60 * SECOND_MS
+DAY_MS = 24 * 60 * MINUTE_MS
+MAX_AGE_MS = 15 * MINUTE_MS
+MAX_TTL_MS = DAY_MS
+START_TIMEOUT_MS = 60 * SECOND_MS
+REQUEST_TIMEOUT_MS = 30 * SECOND_MS
+SYNC_INTERVAL_MS = 5 * MINUTE_MS
+RETENTION_MS = 90 * DAY_MS
+FUTURE_MS = 60 * SECOND_MS      # clocks may differ by this much
+LEASE_GRACE_MS = 10 * SECOND_MS
+MAX_WAIT_MS = 10 * SECOND_MS
+WAIT_STEP_MS = 250
+BUSY_TIMEOUT_MS = 8 * SECOND_MS
+GRACE_MS = 1000                 # for each of: end of input, TERM, KILL
+QUIET_MS = 150                  # after a list_changed, before listing again
+COMMIT_PAUSE_MS = 5             # so that a sync never starves the gate
+
+MAX_IDS = 100
+MAX_SUGGESTED = 10              # misses of one request that get suggestions
+MAX_SIDE_BY_SIDE = 16
+MAX_PAGES = 1000
+MAX_DIGITS = 4000
+MAX_DEPTH = 200
+MAX_MESSAGE_BYTES = 16 << 20
+MAX_NOISE_BYTES = 1 << 20
+MAX_NOISE_LINES = 1000
+MAX_CONFIG_BYTES = 16 << 20
+STDERR_TAIL_BYTES = 8 << 10
+
+HINTS = ('readOnlyHint', 'destructiveHint', 'idempotentHint',
+         'openWorldHint')
+# The definition's members that are hashed, besides "v" (contract 10).
+HASHED = ('name', 'title', 'description', 'inputSchema', 'outputSchema')
+
+# MCP revisions that are opened by a handshake, newest first, and the
+# stateless ones. They are names: never compare them as text.
+HANDSHAKE_VERSIONS = ('2025-11-25', '2025-06-18', '2025-03-26',
+                      '2024-11-05', '2024-10-07')
+MODERN_VERSIONS = ('2026-07-28',)
+
+# ==========================================================================
+# 2. errors: a verdict is a value, never one of these
+# ==========================================================================
+
+
+class PreflightError(Exception):
+    """A normal failure: one sentence for the user, and what to do next.
+
+    exit_code is what the shell sees, http_status what a REST client sees.
+    """
+
+    exit_code = EXIT_FAILED
+    http_status = 500
+
+    def __init__(self, message, hint=''):
+        super().__init__(message)
+        self.hint = hint
+
+
+class UsageError(PreflightError):
+    """The caller asked for something that cannot be asked."""
+
+    http_status = 400
+
+
+class ConfigError(PreflightError):
+    """A config file must be mended by its owner."""
+
+    http_status = 503
+
+
+class StoreError(PreflightError):
+    """The state directory must be mended, or is busy."""
+
+    http_status = 503
+
+
+class UpstreamError(PreflightError):
+    """A server did not do what MCP asks; cause is one of contract 9."""
+
+    http_status = 502
+
+    def __init__(self, cause, message):
+        super().__init__(message)
+        self.cause = cause
+
+
+class Interrupted(BaseException):
+    """A signal asked this run to end; number is the signal's."""
+
+    def __init__(self, number):
+        super().__init__(number)
+        self.number = number
+
+
+# ==========================================================================
+# 3. reasons (contract 2)
+# ==========================================================================
+
+RETRYABLE, FIX, PERMANENT = 'retryable', 'fix-state-first', 'permanent-config'
+READY, RETRY, BLOCKED, UNKNOWN = ('ready', 'degraded_retryable', 'blocked',
+                                  'unknown_ids')
+
+# Worst last; the exit code of a set is that of its worst verdict.
+EXIT_CODES = {READY: EXIT_READY, RETRY: EXIT_RETRY, BLOCKED: EXIT_BLOCKED,
+              UNKNOWN: EXIT_UNKNOWN}
+
+Reason = namedtuple('Reason', 'code kind retryable action verdict')
+Reason.__doc__ = """One of the closed set of reasons.
+
+code: as on the wire. kind: its class. retryable: waiting may help.
+action: what an operator does, '' for none. verdict: what it makes of a set.
+"""
+
+REASONS = {row[0]: Reason(*row) for row in (
+    ('server_initializing', RETRYABLE, True, '', RETRY),
+    ('server_unhealthy', RETRYABLE, True, 'view_logs', RETRY),
+    ('server_disabled', FIX, False, 'enable', BLOCKED),
+    ('server_quarantined', FIX, False, 'approve', BLOCKED),
+    ('tool_pending_approval', FIX, False, 'approve', BLOCKED),
+    ('tool_changed', FIX, False, 'approve', BLOCKED),
+    ('tool_blocked_by_user', FIX, False, 'enable', BLOCKED),
+    ('oauth_required', FIX, False, 'login', BLOCKED),
+    ('hash_mismatch', FIX, False, 'configure', BLOCKED),
+    ('server_not_in_scope', PERMANENT, False, 'configure', BLOCKED),
+    ('tool_denied_by_config', PERMANENT, False, 'configure', BLOCKED),
+    ('missing_annotation', PERMANENT, False, 'configure', BLOCKED),
+    ('policy_filtered', PERMANENT, False, '', BLOCKED),
+    ('not_found', PERMANENT, False, 'configure', UNKNOWN),
+    ('server_not_configured', PERMANENT, False, 'configure', UNKNOWN),
+)}
+
+# Causes of server_unhealthy for which a new look is the cure.
+RESTART_CAUSES = ('refused', 'stale', 'interrupted')
+# Causes that time alone does not cure, whatever "retryable" says.
+STUCK_CAUSES = ('never_seen', 'stale', 'unresolved', 'command_not_found')
+
+
+def action_of(code, cause=''):
+    """Name the action for a reason, '' for none (contract 2)."""
+    if code == 'server_unhealthy' and cause in RESTART_CAUSES:
+        return 'restart'
+    return REASONS[code].action
+
+
+def worst_verdict(codes):
+    """Give the verdict of a set of reason codes; '' stands for ready."""
+    order = list(EXIT_CODES)
+    found = [REASONS[code].verdict if code else READY for code in codes]
+    return max(found, key=order.index) if found else READY
+
+
+# ==========================================================================
+# 4. values. Every instant is an integer of milliseconds since 1970, UTC,
+#    every duration an integer of milliseconds, unless a name says otherwise.
+# ==========================================================================
+
+OPERATOR, AGENT = 'operator', 'agent'
+
+Server = namedtuple('Server', (
+    'name file dialect base transport command args env cwd url headers '
+    'enabled quarantined trust_mode allow deny start_timeout '
+    'request_timeout max_age client health ignore_changes overlaid '
+    'warnings'))
+Server.__doc__ = """One server as its config files define it, unexpanded.
+
+file: real path of the file that defines it. base: directory that relative
+paths start from. transport: stdio, http, sse or auto. env: name -> text,
+None removes. allow: names or None for all. deny: names. max_age: or None.
+overlaid: 'env.X' and 'headers.X' that an overlay set (our expansion rules).
+"""
+
+Config = namedtuple('Config', 'files entries skipped profiles settings '
+                              'warnings')
+Config.__doc__ = """What the config files say together.
+
+files: paths as given, in order. entries: name -> Entry, built on demand by
+server_of. skipped: name -> why. profiles: name -> list of server names.
+settings: our top-level keys, defaults filled in. warnings: sentences.
+"""
+
+Definition = namedtuple('Definition', 'name hash text hints flaw')
+Definition.__doc__ = """One tool as a server listed it.
+
+hash: 64 hex digits, '' when flawed. text: canonical JSON. hints: dict of
+the booleans given. flaw: why it may not be trusted, '' if it may.
+"""
+
+Tool = namedtuple('Tool', 'server name listed hash version hints flaw '
+                          'approved blocked_at first_seen last_seen')
+Tool.__doc__ = """What the state knows of one tool, at one instant.
+
+listed: in the last good list. hash, version, hints, flaw: as last listed.
+approved: Approval or None. blocked_at: instant of `tools block` or None.
+"""
+
+Approval = namedtuple('Approval', 'hash version hints at how')
+Approval.__doc__ = """The definition an operator (or the baseline) trusts."""
+
+Connection = namedtuple('Connection', (
+    'launch state cause detail since observed_at listed_at protocol era '
+    'ttl stderr refused lease_at lease_until lease_launch'))
+Connection.__doc__ = """What is recorded of the link to one server.
+
+state: ready, pending_auth, error or '' (never looked at). launch: digest it
+was seen under. observed_at: end of the newest completed look. since: when
+this state began. ttl: what the server said its list is good for, or 0.
+refused: name -> why, for definitions that were not stored.
+"""
+
+Known = namedtuple('Known', 'server skipped disabled quarantined connection '
+                            'launch launch_note')
+Known.__doc__ = """One server at one instant, as the gates see it.
+
+server: Server, or None when the config has none; skipped then says why, if
+an entry was there. disabled, quarantined: the fact, '' when it is not so.
+connection: Connection under the configured launch, or None.
+"""
+
+Caller = namedtuple('Caller', 'tier actor profile servers')
+Caller.__doc__ = """Who asks: tier, name for the audit, profile name or '',
+and the server names in scope (None: all)."""
+
+Ref = namedtuple('Ref', 'id server tool pin')
+Ref.__doc__ = """One required tool: the trimmed text, its halves ('' both
+when it is malformed) and the pin asked for, '' for none."""
+
+Question = namedtuple('Question', 'refs caller filters now settings how '
+                                  'places')
+Question.__doc__ = """One check. filters: names that are on. settings: as in
+Config. how: the command that started this run, which remedies repeat.
+places: the state directory and config files, in words."""
+
+Case = namedtuple('Case', 'ref known tool question')
+Case.__doc__ = """What one gate looks at: a ref, its server, its tool."""
+
+Finding = namedtuple('Finding', 'reason fact remedy cause')
+Finding.__doc__ = """What one gate saw. reason: '' when it lets pass; fact:
+a sentence for the operator; remedy: one instruction; cause: contract 9."""
+
+Answer = namedtuple('Answer', (
+    'id status reason retryable action detail remediation hash '
+    'did_you_mean observed_at cause'))
+Answer.__doc__ = """The result for one id; None where a key is absent."""
+
+Report = namedtuple('Report', 'verdict checked_at waited_ms answers '
+                              'request_id stuck')
+Report.__doc__ = """The answer to a Question. waited_ms: None when no wait
+was asked. stuck: sentences about causes that time alone does not cure."""
+
+Record = namedtuple('Record', 'type source at request_id actor status '
+                              'metadata')
+Record.__doc__ = """One audit record before it has a place in the chain."""
+
+Observation = namedtuple('Observation', (
+    'state cause detail protocol era ttl tools refused warnings stderr'))
+Observation.__doc__ = """What one look at one server found. tools: list of
+Definition, None when nothing was listed."""
+
+# ==========================================================================
+# 5. text
+# ==========================================================================
+
+
+class Refused(str):
+    """Stands in parsed JSON for a value that may not be trusted: why.
+
+    table: the object as read, where a key of it stands twice.
+    """
+
+    table = None
+
+
+def _unique(pairs):
+    table = dict(pairs)
+    if len(table) == len(pairs):
+        return table
+    seen = set()
+    again = next(k for k, _ in pairs if k in seen or seen.add(k))
+    refused = Refused('the key %s stands twice' % json.dumps(again))
+    refused.table = table
+    return refused
+
+
+def _whole(text):
+    if len(text) <= MAX_DIGITS:
+        return int(text)
+    return Refused('a number has over %d digits' % MAX_DIGITS)
+
+
+def _number(text):
+    value = float(text) if len(text) <= MAX_DIGITS else float('inf')
+    if value - value != 0:      # 1e400 never reaches parse_constant
+        return Refused('a number is too large')
+    return int(value) if value.is_integer() else value
+
+
+def _constant(name):
+    if name == 'NaN':
+        return Refused('NaN, or nesting over %d levels' % MAX_DEPTH)
+    return Refused('%s is not JSON' % name)
+
+
+JSON_TOKEN = r'(?s)"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]'
+
+
+def cut_deep(text, limit):
+    """Replace what nests deeper than limit by NaN, which is then refused.
+
+    json.loads recurses, and the depth it stands differs by version.
+    """
+    if text.count('[') + text.count('{') <= limit:
+        return text
+    kept, depth, start = [], 0, 0
+    for token in re.finditer(JSON_TOKEN, text):
+        if token.group() in '[{':
+            depth += 1
+            if depth == limit + 1:
+                kept.append(text[start:token.start()] + 'NaN')
+        elif token.group() in ']}':
+            depth -= 1
+            if depth == limit:
+                start = token.end()
+    if depth <= limit:
+        kept.append(text[start:])
+    return ''.join(kept)
+
+
+def decode_json(text, limit=MAX_DEPTH):
+    """Parse JSON; a Refused stands where a value may not be trusted.
+
+    Integral floats become integers, so that 1.0 and 1 hash alike. Raises
+    ValueError when the text is not JSON.
+    """
+    return json.loads(cut_deep(text, limit), object_pairs_hook=_unique,
+                      parse_float=_number, parse_int=_whole,
+                      parse_constant=_constant)
+
+
+def find_refused(value):
+    """Return the first Refused inside a value, or ''."""
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, Refused):
+            return str(item)
+        if isinstance(item, dict):
+            todo.extend(item.values())
+        elif isinstance(item, list):
+            todo.extend(item)
+    return ''
+
+
+DURATION = ''.join(r'(?:([0-9]+(?:\.[0-9]+)?)%s)?' % unit
+                   for unit in ('d', 'h', 'm(?!s)', 's', 'ms'))
+UNITS_MS = (DAY_MS, 60 * MINUTE_MS, MINUTE_MS, SECOND_MS, 1)
+
+
+def parse_duration(text):
+    """Read '1m30s', '1.5s', '250ms' or '0' into milliseconds.
+
+    Raises UsageError for anything else, a bare number included.
+    """
+    if text == '0':
+        return 0
+    found = re.match('(?:%s)$' % DURATION, text) if text else None
+    if not found or found.end() != len(text):
+        raise UsageError('%s is not a duration; write for example 500ms, '
+                         '1.5s, 1m30s or 2h' % json.dumps(text))
+    parts = zip(found.groups(), UNITS_MS)
+    return int(round(sum(float(n) * unit for n, unit in parts if n)))
+
+
+def format_duration(ms):
+    """Write milliseconds as people read them: '3m', '1h05m', '250ms'."""
+    if ms < SECOND_MS:
+        return '%dms' % ms
+    seconds = ms // SECOND_MS
+    if seconds < 60:
+        return '%ds' % seconds
+    minutes, hours = seconds // 60, seconds // 3600
+    if minutes < 60:
+        return '%dm' % minutes
+    if hours < 48:
+        return '%dh%02dm' % (hours, minutes % 60)
+    return '%dd' % (hours // 24)
+
+
+def format_time(ms):
+    """Write an instant as RFC 3339: UTC, Z, milliseconds (contract 5)."""
+    seconds, rest = divmod(int(ms), 1000)
+    stamp = time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(seconds))
+    return '%s.%03dZ' % (stamp, rest)
+
+
+TIME = (r'([0-9]{4})-([0-9]{2})-([0-9]{2})(?:[Tt ]([0-9]{2}):([0-9]{2})'
+        r'(?::([0-9]{2})(?:\.([0-9]{1,9}))?)?(?:[Zz]|([+-])([0-9]{2}):?'
+        r'([0-9]{2}))?)?$')
+
+
+def parse_time(text):
+    """Read an RFC 3339 instant (a bare date is its midnight, UTC)."""
+    import calendar
+    found = re.match(TIME, text)
+    if not found:
+        raise UsageError('%s is not a time; write for example 2026-08-27 '
+                         'or 2026-08-27T12:30:45Z' % json.dumps(text))
+    y, mon, d, h, m, s, frac, sign, off_h, off_m = found.groups()
+    if not (1 <= int(mon) <= 12 and 1 <= int(d) <= 31 and int(h or 0) < 24
+            and int(m or 0) < 60 and int(s or 0) < 61):
+        raise UsageError('%s is not a time that exists' % json.dumps(text))
+    at = calendar.timegm((int(y), int(mon), int(d), int(h or 0),
+                          int(m or 0), int(s or 0))) * 1000
+    at += int((frac or '0').ljust(3, '0')[:3])
+    offset = (int(off_h or 0) * 60 + int(off_m or 0)) * MINUTE_MS
+    return at + offset if sign == '-' else at - offset
+
+
+def is_text(value):
+    """Claim that a value is a string."""
+    return isinstance(value, str)
+
+
+def is_flag(value):
+    """Claim that a value is true or false."""
+    return isinstance(value, bool)
+
+
+def is_table(value):
+    """Claim that a value is a JSON object."""
+    return isinstance(value, dict)
+
+
+def is_list(value):
+    """Claim that a value is a JSON array."""
+    return isinstance(value, list)
+
+
+def is_texts(value):
+    """Claim that a value is an array of strings."""
+    return isinstance(value, list) and all(map(is_text, value))
+
+
+def is_duration(value):
+    """Claim that a value is a duration such as "15m"."""
+    try:
+        return is_text(value) and parse_duration(value) >= 0
+    except UsageError:
+        return False
+
+
+# C0, DEL, C1, bidirectional controls, line separators, zero-width marks,
+# lone surrogates: whatever could move a cursor or forge a line.
+UNSAFE = ('[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e'
+          '\u2060-\u2069\ufeff\ud800-\udfff]')
+
+
+def _escape(found):
+    code = ord(found.group())
+    return '\\x%02x' % code if code < 256 else '\\u%04x' % code
+
+
+def safe_text(text, keep='\0'):
+    """Make foreign text fit for a terminal; a newline only if kept."""
+    parts = str(text).split(keep)
+    return keep.join(re.sub(UNSAFE, _escape, part) for part in parts)
+
+
+def shell_word(text):
+    """Quote one word for a POSIX shell when it needs it (contract 11)."""
+    if re.match(r'[A-Za-z0-9_./:@-]+\Z', text):
+        return text
+    return "'%s'" % text.replace("'", "'\\''")
+
+
+def plural(count, noun):
+    """Write '1 tool', '2 tools'."""
+    return '%d %s%s' % (count, noun, '' if count == 1 else 's')
+
+
+SECRET_NAME = ('[A-Za-z0-9_.-]*(?:key|token|secret|passw|pwd|credential|'
+               'authorization|cookie|bearer)[A-Za-z0-9_.-]*')
+# Order matters: each rule sees what the ones before it left.
+MASKS = (
+    (r'([a-z][a-z0-9+.-]*://)[^/\s@\'"]+@', r'\1***@'),
+    (r'(?i)(https?://[^\s?#\'"<>]+)\?[^\s\'"<>]*', r'\1?***'),
+    (r'(?i)\b(bearer|basic)\s+[^\s"\',;]+', r'\1 ***'),
+    (r'(?i)(' + SECRET_NAME + r'["\']?\s*[=:]\s*)(?!\*\*\*)'
+     r'(?:"[^"]*"|\'[^\']*\'|[^\s"\',;&]+)', r'\1***'),
+    (r'(?i)((?<![A-Za-z0-9])--?' + SECRET_NAME + r'[ \t]+)[^\s-][^\s]*',
+     r'\1***'),
+    (r'\b(?:sk|pk|rk|gh[pousr]|glpat|xox[abeprs]|tvly|pplx|hf|pfl_agt)'
+     r'[-_][A-Za-z0-9._-]{4,}', '***'),
+    (r'\b(?:github_pat_|npm_|AKIA|AIza|ya29\.|eyJ)[A-Za-z0-9._-]{12,}',
+     '***'),
+    (r'\b(?=[A-Za-z_]*[0-9])(?=[0-9_]*[A-Za-z])[A-Za-z0-9_]{32,}\b', '***'),
+)
+
+
+def redact(text, secrets=()):
+    """Mask what looks like a credential, and the values that are ones."""
+    for value in sorted(secrets, key=len, reverse=True):
+        if len(value) >= 4:
+            text = text.replace(value, '***')
+    for pattern, mask in MASKS:
+        text = re.sub(pattern, mask, text)
+    return text
+
+
+# ==========================================================================
+# 6. identity
+# ==========================================================================
+
+ID_HINT = 'An id has the form <server>:<tool>'
+
+
+def parse_id(text, pin=''):
+    """Split a required id at its first colon (contract 4) into a Ref."""
+    trimmed = text.strip()
+    server, _, tool = trimmed.partition(':')
+    server, tool = server.strip(), tool.strip()
+    if not server or not tool:
+        server = tool = ''
+    return Ref(trimmed, server, tool, pin)
+
+
+def id_hint(ref):
+    """Say how a malformed id should look; knows the hosts' spelling."""
+    found = re.match(r'mcp__(.+?)__(.+)\Z', ref.id, re.DOTALL)
+    if found and ':' not in ref.id:
+        return '%s; did you mean %s:%s?' % ((ID_HINT,) + found.groups())
+    return ID_HINT + '.'
+
+
+def is_storable(text):
+    """Tell whether a text is Unicode that can be a key of the store."""
+    try:
+        text.encode('utf-8')
+    except UnicodeEncodeError:
+        return False
+    return '\0' not in text
+
+
+def parse_pin(text):
+    """Read 'sha256/v<N>:<64 hex>' into (version, hex), or None."""
+    found = re.match(r'sha256/v([0-9]+):([0-9A-Fa-f]{64})\Z', text)
+    if not found or len(found.group(1)) > MAX_DIGITS:
+        return None
+    return int(found.group(1)), found.group(2).lower()
+
+
+def format_hash(version, digest):
+    """Write a hash as pins are written."""
+    return 'sha256/v%d:%s' % (version, digest)
+
+
+def canonical(value):
+    """Write JSON in the one form that is hashed (contract 10)."""
+    return json.dumps(value, sort_keys=True, separators=(',', ':'),
+                      allow_nan=False)
+
+
+def sha256(text):
+    """Digest text (or bytes) to 64 hex digits."""
+    import hashlib
+    data = text if isinstance(text, bytes) else text.encode('ascii')
+    return hashlib.sha256(data).hexdigest()
+
+
+def definition_text(tool):
+    """Give the canonical text of a listed tool, hash version 1."""
+    body = {key: tool[key] for key in HASHED if tool.get(key) is not None}
+    body['v'] = HASH_VERSION
+    return canonical(body)
+
+
+def read_hints(annotations):
+    """Keep the hints that count: JSON booleans of a known name."""
+    if not isinstance(annotations, dict):
+        return {}
+    return {name: annotations[name] for name in HINTS
+            if isinstance(annotations.get(name), bool)}
+
+
+# Hint -> the value that is safe; leaving that value is a step to risk.
+SAFE_HINTS = (('readOnlyHint', True), ('destructiveHint', False),
+              ('openWorldHint', False))
+
+
+def riskier_hints(approved, current):
+    """List the hints that left their safe value, in words."""
+    word = {True: 'true', False: 'false', None: 'absent'}
+    return ['%s %s -> %s' % (name, word[safe], word[current.get(name)])
+            for name, safe in SAFE_HINTS
+            if approved.get(name) is safe and current.get(name) is not safe]
+
+
+def review_token(digest, hints):
+    """Bind an approval to what was shown: definition and hints."""
+    return sha256(canonical([HASH_VERSION, digest, hints]))
+
+
+CODE_ENV = (r'(?:PATH|LD_.*|DYLD_.*|NODE_OPTIONS|NODE_PATH|PYTHON.*|RUBYOPT'
+            r'|PERL5OPT|BASH_ENV|npm_config_.*)\Z')
+
+
+def launch_value(server):
+    """Say what is started or called, as written (contract 10, Launch)."""
+    env = {name: value for name, value in server.env.items()
+           if re.match(CODE_ENV, name)}
+    return {'transport': server.transport, 'command': server.command,
+            'args': list(server.args), 'cwd': server.cwd, 'url': server.url,
+            'env': env}
+
+
+def launch_digest(server):
+    """Digest of the launch; an approval belongs to it."""
+    return sha256(canonical(launch_value(server)))
+
+
+def mask_args(args):
+    """Mask the values in a command line that look like credentials."""
+    shown, after = [], ''
+    for word in args:
+        if after == 'secret':
+            word = '***'
+        elif after == 'env' or re.match(r'(?i)%s=' % SECRET_NAME, word):
+            word = re.sub(r'(?s)=.*', '=***', word)
+        elif after == 'header':
+            word = re.sub(r'(?s)[:=].*', ': ***', word)
+        flag = word.lstrip('-')
+        is_flag = word[:1] == '-' and '=' not in word
+        after = ''
+        if is_flag and flag in ('e', 'env'):
+            after = 'env'
+        elif is_flag and flag in ('H', 'header'):
+            after = 'header'
+        elif is_flag and re.match(r'(?i)%s\Z' % SECRET_NAME, flag):
+            after = 'secret'
+        shown.append(redact(word))
+    return shown
+
+
+def launch_text(server):
+    """Show a launch to people, secrets masked."""
+    if server.transport != 'stdio':
+        return '%s %s' % (server.transport, redact(server.url or ''))
+    words = [server.command or ''] + mask_args(server.args)
+    text = ' '.join(shell_word(word) for word in words)
+    extra = ['%s=%s' % (name, redact(value or '(removed)'))
+             for name, value in sorted(launch_value(server)['env'].items())]
+    if server.cwd:
+        extra.insert(0, 'cwd=%s' % server.cwd)
+    return text + (' [%s]' % ' '.join(extra) if extra else '')
+
+
+# ==========================================================================
+# 7. config (contract 12): bytes of files in, servers out. A dialect is a
+#    row in DIALECTS: how its owner reads an entry, and how it expands text.
+# ==========================================================================
+
+Entry = namedtuple('Entry', 'raw path file dialect base overlays')
+Entry.__doc__ = """A server's table as it stands in a file, not yet read.
+
+path: as the user named the file; file: its real path. base: directory that
+relative paths start from. overlays: (raw, path) pairs from our own files.
+"""
+
+COMMENT = r'(?s)"(?:[^"\\\r\n]|\\.)*"|//[^\r\n]*|/\*.*?\*/|/\*'
+TRAILING = r'(?s)"(?:[^"\\\r\n]|\\.)*"|,(?=\s*[}\]])'
+
+
+def _blank(found):
+    token = found.group()
+    if token[0] == '"':
+        return token
+    if token == '/*':
+        raise ValueError('a /* comment has no end')
+    return re.sub(r'[^\r\n]', ' ', token)
+
+
+def blank_comments(text):
+    """Replace comments and trailing commas by blanks of the same shape.
+
+    Strings are copied whole and lines stay lines, so that a parser's error
+    names the right place. Raises ValueError for a comment without an end.
+    """
+    return re.sub(TRAILING, _blank, re.sub(COMMENT, _blank, text))
+
+
+def _decode_bytes(data, path):
+    if not data.strip():
+        raise ConfigError('config %s is empty' % path)
+    if len(data) > MAX_CONFIG_BYTES:
+        raise ConfigError('config %s is larger than %d bytes'
+                          % (path, MAX_CONFIG_BYTES))
+    encoding = 'utf-8-sig'
+    if data[:2] in (b'\xff\xfe', b'\xfe\xff'):
+        encoding = 'utf-16'
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as exc:
+        raise ConfigError('config %s is not UTF-8 (byte %d); save it as '
+                          'UTF-8' % (path, exc.start)) from exc
+
+
+def _json_hint(message, text, at):
+    around = text[max(0, at - 1):at + 1]
+    if 'escape' in message:
+        return ' (double each backslash of a Windows path)'
+    if "'" in around or '\u201c' in around or '\u201d' in around:
+        return ' (JSON takes straight double quotes)'
+    return ''
+
+
+def _load_json(text, doubles):
+    def pairs_seen(pairs):
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            names = [name for name, _ in pairs]
+            doubles.extend(sorted({n for n in names if names.count(n) > 1}))
+        return table
+
+    def refuse(name):
+        raise ValueError('%s is not JSON' % name)
+    return json.loads(text, object_pairs_hook=pairs_seen,
+                      parse_constant=refuse)
+
+
+def decode_config(data, path):
+    """Parse a config file into (table, names that stand twice).
+
+    Comments and trailing commas are allowed. Raises ConfigError with file,
+    line and column when it cannot be parsed.
+    """
+    text = _decode_bytes(data, path)
+    if cut_deep(text, MAX_DEPTH) != text:
+        raise ConfigError('config %s nests deeper than %d levels'
+                          % (path, MAX_DEPTH))
+    doubles = []
+    try:
+        try:
+            table = _load_json(text, doubles)
+        except ValueError:
+            del doubles[:]
+            table = _load_json(blank_comments(text), doubles)
+    except ValueError as exc:
+        at = getattr(exc, 'pos', text.rfind('/*'))
+        before = text[:max(0, at)]
+        raise ConfigError('config %s, line %d, column %d: %s%s' % (
+            path, before.count('\n') + 1, len(before) - before.rfind('\n'),
+            getattr(exc, 'msg', exc), _json_hint(str(exc), text, at))
+        ) from exc
+    if not isinstance(table, dict):
+        raise ConfigError('config %s holds no JSON object' % path)
+    return table, doubles
+
+
+def one_of(*words):
+    """Make a claim that a value is one of these words."""
+    def is_one(value):
+        return is_text(value) and value in words
+    is_one.__doc__ = 'one of ' + ', '.join(json.dumps(w) for w in words)
+    return is_one
+
+
+KIND = {is_text: 'a string', is_flag: 'true or false',
+        is_table: 'an object', is_list: 'an array',
+        is_texts: 'an array of strings',
+        is_duration: 'a duration such as "15m"'}
+
+
+def _expected(claim):
+    return KIND.get(claim) or claim.__doc__
+
+
+# Our top-level keys: what they take, and what stands for an absent one.
+SETTINGS = {
+    'quarantine_enabled': (is_flag, True),
+    'quarantine_new_servers': (is_flag, False),
+    'max_age': (is_duration, None),
+    'listen': (is_text, '127.0.0.1:8080'),
+    'allow_hosts': (is_texts, []),
+    'sync_interval': (is_duration, '5m'),
+    'activity_retention': (is_duration, '90d'),
+    'lockfile': (is_text, 'preflight.lock'),
+    'approvals': (one_of('state', 'lockfile'), 'state'),
+}
+# The keys of a server entry that are ours: an overlay may carry these.
+OUR_KEYS = {
+    'enabled': is_flag, 'disabled': is_flag, 'quarantined': is_flag,
+    'trust_mode': one_of('manual', 'auto', 'scan'),
+    'enabled_tools': is_texts, 'disabled_tools': is_texts,
+    'start_timeout': is_duration, 'request_timeout': is_duration,
+    'max_age': is_duration, 'client': one_of('claude-code'),
+    'health': is_table, 'ignore_changes': is_table,
+    'env': is_table, 'headers': is_table,
+}
+# What says how a server is started: never in an overlay.
+LAUNCH_KEYS = {'command': is_text, 'args': is_list, 'cwd': is_text,
+               'url': is_text, 'type': is_text}
+CLAUDE_KEYS = {'timeout': None, 'request_timeout_ms': None, 'oauth': None,
+               'headersHelper': None, 'alwaysLoad': None}
+# Keys of other known clients: never a reason to warn.
+CLIENT_KEYS = frozenset(
+    'alwaysAllow auth authProviderType autoApprove bearer_token_env_var '
+    'callTimeout deferTools description dev disabledTools enabled_tools '
+    'environment envFile env_http_headers env_vars excludeTools gallery '
+    'httpUrl http_headers includeTools init_timeout isolation metadata '
+    'name note oauthClientId protocol reconnect_on_use remote required '
+    'sandbox sandboxEnabled scopes serverUrl settings source '
+    'startup_timeout_ms startup_timeout_sec targetAudience timeout '
+    'tool_timeout_sec tools transport transportType trust version '
+    'watchPaths working_dir workingDirectory'.split()) | set(CLAUDE_KEYS)
+TRANSPORTS = {'stdio': 'stdio', 'local': 'stdio', 'http': 'http',
+              'streamable-http': 'http', 'streamable_http': 'http',
+              'streamableHttp': 'http', 'sse': 'sse'}
+CLIENT_DIALECTS = {      # by the end of the path; what is not ours to guess
+    '.mcp.json': 'claude-code', '.claude.json': 'claude-code-user',
+    'claude_desktop_config.json': 'claude-desktop',
+    '.cursor/mcp.json': 'cursor', '.vscode/mcp.json': 'vscode',
+    '.roo/mcp.json': 'roo', '.gemini/settings.json': 'gemini',
+    'windsurf/mcp_config.json': 'windsurf', 'opencode.json': 'opencode',
+    'opencode.jsonc': 'opencode', 'mcp-config.json': 'copilot',
+    '.kiro/settings/mcp.json': 'kiro', '.mcpproxy/mcp_config.json':
+    'mcpproxy', 'cline_mcp_settings.json': 'cline',
+    '.zed/settings.json': 'zed', 'zed/settings.json': 'zed',
+    '.lmstudio/mcp.json': 'lmstudio', '.toml': 'codex',
+}
+
+
+class BadEntry(Exception):
+    """An entry that is skipped; the text says why."""
+
+
+def _check(raw, keys, where=''):
+    for key, claim in keys.items():
+        value = raw.get(key)
+        if value is not None and claim and not claim(value):
+            raise BadEntry('%s%s must be %s' % (where, key,
+                                                _expected(claim)))
+
+
+def _as_text(value, key):
+    if is_text(value):
+        return value
+    if isinstance(value, bool):
+        return 'true' if value else 'false'
+    if isinstance(value, (int, float)):
+        return str(value)
+    raise BadEntry('%s must be text' % key)
+
+
+def _as_texts(table, field, can_remove=False):
+    out = {}
+    for key, value in (table or {}).items():
+        if value is None and can_remove:
+            out[key] = None
+        elif value is not None:
+            out[key] = _as_text(value, '%s.%s' % (field, key))
+    return out
+
+
+def _transport(raw):
+    """Tell the transport of an entry by its type, command and url."""
+    kind = raw.get('type')
+    if kind is not None and kind not in TRANSPORTS:
+        raise BadEntry('unknown type %s' % json.dumps(kind))
+    if raw.get('command'):
+        return 'stdio'
+    if raw.get('url'):
+        kind = TRANSPORTS.get(kind, 'auto')
+        if kind != 'stdio':
+            return kind
+    raise BadEntry('it has no command and no url' if kind is None else
+                   'type %s needs a %s' % (
+                       kind, 'command' if TRANSPORTS[kind] == 'stdio'
+                       else 'url'))
+
+
+def _duration(raw, key):
+    return parse_duration(raw[key]) if raw.get(key) is not None else None
+
+
+def _is_on(raw):
+    if raw.get('disabled') is True:
+        return False
+    return raw.get('enabled') is not False
+
+
+def _tool_lists(raw):
+    allow, deny = raw.get('enabled_tools'), raw.get('disabled_tools')
+    if allow and deny:
+        raise BadEntry('enabled_tools and disabled_tools are both given')
+    return allow or None, deny or []
+
+
+def _ignored(raw):
+    table = raw.get('ignore_changes') or {}
+    for tool, fields in table.items():
+        if not is_texts(fields):
+            raise BadEntry('ignore_changes.%s must be an array of strings'
+                           % tool)
+    return table
+
+
+def _base_server(name, entry):
+    """Read what every dialect shares: how the server is started."""
+    raw = entry.raw
+    _check(raw, LAUNCH_KEYS)
+    _check(raw, {'env': is_table, 'headers': is_table,
+                 'enabled': is_flag, 'disabled': is_flag})
+    transport = _transport(raw)
+    is_child = transport == 'stdio'
+    notes = []
+    if is_child and raw.get('url'):
+        notes.append('has a command and a url; the command counts')
+    return Server(
+        name=name, file=entry.file, dialect=entry.dialect, base=entry.base,
+        transport=transport, command=raw['command'] if is_child else None,
+        args=tuple(_as_text(word, 'args[%d]' % n)
+                   for n, word in enumerate(raw.get('args') or ()))
+        if is_child else (),
+        env=_as_texts(raw.get('env'), 'env', True),
+        cwd=raw.get('cwd'), url=None if is_child else raw['url'],
+        headers=_as_texts(raw.get('headers'), 'headers'),
+        enabled=_is_on(raw), quarantined=False, trust_mode='manual',
+        allow=None, deny=[], start_timeout=START_TIMEOUT_MS,
+        request_timeout=REQUEST_TIMEOUT_MS, max_age=None, client=None,
+        health={}, ignore_changes={}, overlaid=frozenset(), warnings=notes)
+
+
+def _with_ours(server, raw):
+    """Lay our own keys over a server: maps key by key, the rest whole."""
+    _check(raw, OUR_KEYS)
+    env = _as_texts(raw.get('env'), 'env', True)
+    headers = _as_texts(raw.get('headers'), 'headers')
+    allow, deny = _tool_lists(raw)
+    if raw.get('enabled_tools') is None and raw.get('disabled_tools') is None:
+        allow, deny = server.allow, server.deny
+
+    def pick(key, value, current):
+        return current if raw.get(key) is None else value
+    flags = [key for key in ('enabled', 'disabled') if key in raw]
+    return server._replace(
+        env=dict(server.env, **env), headers=dict(server.headers, **headers),
+        enabled=_is_on(raw) if flags else server.enabled,
+        quarantined=pick('quarantined', raw.get('quarantined'),
+                         server.quarantined),
+        trust_mode=pick('trust_mode', 'auto' if raw.get('trust_mode')
+                        == 'auto' else 'manual', server.trust_mode),
+        allow=allow, deny=deny,
+        start_timeout=pick('start_timeout', _duration(raw, 'start_timeout'),
+                           server.start_timeout),
+        request_timeout=pick('request_timeout',
+                             _duration(raw, 'request_timeout'),
+                             server.request_timeout),
+        max_age=pick('max_age', _duration(raw, 'max_age'), server.max_age),
+        client=pick('client', raw.get('client'), server.client),
+        health=pick('health', raw.get('health'), server.health),
+        ignore_changes=pick('ignore_changes', _ignored(raw),
+                            server.ignore_changes))
+
+
+def _unknown_keys(raw, known):
+    """Warn of keys that nobody knows, with the nearest that is known."""
+    import difflib
+    notes = []
+    for key in raw:
+        if key in known or key in CLIENT_KEYS:
+            continue
+        near = difflib.get_close_matches(key, sorted(known), 1)
+        notes.append('unknown key %s%s' % (
+            json.dumps(key), ' (did you mean %s?)' % near[0] if near else ''))
+    return notes
+
+
+def texts_of(server):
+    """Give every text of a server that may hold references, by place."""
+    texts = {'command': server.command, 'cwd': server.cwd,
+             'url': server.url}
+    texts.update(('args[%d]' % n, v) for n, v in enumerate(server.args))
+    texts.update(('env.' + k, v) for k, v in server.env.items())
+    texts.update(('headers.' + k, v) for k, v in server.headers.items())
+    return {place: text for place, text in texts.items() if text}
+
+
+def read_our_entry(name, entry):
+    """Read an entry of our own file into a Server; raises BadEntry."""
+    server = _with_ours(_base_server(name, entry), entry.raw)
+    notes = _unknown_keys(entry.raw, list(OUR_KEYS) + list(LAUNCH_KEYS))
+    return server._replace(warnings=server.warnings + notes)
+
+
+def read_claude_entry(name, entry):
+    """Read an entry of a .mcp.json by Claude Code's rules.
+
+    Our keys in it, but enabled and disabled, are ignored with a warning: a
+    pull request must not switch the guard off (contract 12).
+    """
+    raw, server = entry.raw, _base_server(name, entry)
+    notes = list(server.warnings)
+    ours = sorted(set(OUR_KEYS) & set(raw)
+                  - {'env', 'headers', 'enabled', 'disabled'})
+    if ours:
+        notes.append('%s ignored in a client\'s file; put it into a config '
+                     'of our own, as an overlay' % ', '.join(ours))
+    if server.transport == 'auto':
+        notes.append('has a url without a type, which Claude Code refuses')
+    wait = raw.get('request_timeout_ms', raw.get('timeout'))
+    if is_flag(wait) or not isinstance(wait, (int, float)) or wait < 1000:
+        if wait is not None:
+            notes.append('timeout is ignored: it is in milliseconds, at '
+                         'least 1000')
+        wait = REQUEST_TIMEOUT_MS
+    if any(re.search(r'\$\{(?![A-Za-z_][A-Za-z0-9_]*(?::-[^}]*)?\})', text)
+           for text in texts_of(server).values()):
+        notes.append('a variable is in a form that Claude Code does not '
+                     'expand')
+    notes += _unknown_keys(raw, list(OUR_KEYS) + list(LAUNCH_KEYS))
+    return server._replace(request_timeout=int(wait), warnings=notes)
+
+
+NAME = '[A-Za-z_][A-Za-z0-9_]*'
+# dialect -> (reader of an entry, pattern of its references). The groups of
+# the pattern: input id, variable, default. `None` as a reader: not read yet.
+DIALECTS = {
+    'preflight': (read_our_entry, r'\$\{(?:input:([^}]*)|(?:env:)?(' + NAME
+                  + r')(?::-([^}]*))?)\}'),
+    'claude-code': (read_claude_entry, r'\$\{()(' + NAME
+                    + r')(?::-([^}]*))?\}'),
+}
+BASE_NAMES = ('CLAUDE_PROJECT_DIR', 'workspaceFolder')
+
+
+def dialect_of(path, wanted=''):
+    """Tell a config file's dialect by flag, then by path (contract 12).
+
+    Raises ConfigError for a client's file that is not read yet: as one of
+    ours, its owner's rules would be guessed.
+    """
+    slashed = path.replace('\\', '/')
+    found = wanted or next(
+        (dialect for end, dialect in sorted(CLIENT_DIALECTS.items())
+         if slashed == end or slashed.endswith('/' + end)
+         or end[1:].isalpha() and slashed.endswith(end)), 'preflight')
+    if found not in DIALECTS:
+        raise ConfigError(
+            'config %s: the dialect %s is not read by this version' % (
+                path, json.dumps(found)),
+            'Known: %s. Copy the servers into a file of ours: {"mcpServers": '
+            '{...}}.' % ', '.join(sorted(DIALECTS)))
+    return found
+
+
+def _bad_name(name):
+    if not name or name != name.strip():
+        return 'its name is empty or has blanks at an end'
+    if ':' in name:
+        return 'its name holds a ":", which ids are split at'
+    return '' if is_storable(name) else 'its name is not Unicode text'
+
+
+def _top_level(table, path, settings, profiles, warnings):
+    """Take our top-level keys from one file; the last file wins."""
+    for key, (claim, _) in SETTINGS.items():
+        value = table.get(key)
+        if value is None:
+            continue
+        if not claim(value):
+            raise ConfigError('config %s: %s must be %s' % (
+                path, key, _expected(claim)))
+        settings[key] = value
+    if settings.get('approvals') == 'lockfile':
+        raise ConfigError('config %s: approvals "lockfile" is not supported '
+                          'by this version; leave it out' % path)
+    found = table.get('profiles')
+    if found is not None:
+        if not is_table(found):
+            raise ConfigError('config %s: profiles must be an object' % path)
+        for name, profile in found.items():
+            if not (is_table(profile) and is_texts(profile.get('servers'))
+                    and set(profile) == {'servers'}):
+                raise ConfigError('config %s: profiles.%s must be '
+                                  '{"servers": [names]}' % (path, name))
+        profiles.clear()
+        profiles.update((n, p['servers']) for n, p in found.items())
+    for note in _unknown_keys(table, list(SETTINGS) + ['profiles',
+                                                       'mcpServers']):
+        warnings.append('%s: %s' % (path, note))
+
+
+def _server_table(table, path, warnings):
+    found = table.get('mcpServers')
+    if isinstance(found, list):
+        raise ConfigError('config %s: mcpServers is a list, as in mcpproxy\'s '
+                          'own file, which this version does not read' % path,
+                          'Write it as a map: {"mcpServers": {"NAME": {...}}}')
+    if is_table(found):
+        return found
+    if found is not None:
+        raise ConfigError('config %s: mcpServers must be an object' % path)
+    warnings.append('%s: no server table found; looked for "mcpServers"'
+                    % path)
+    return {}
+
+
+def _is_overlay(raw, dialect):
+    return (dialect == 'preflight' and is_table(raw)
+            and raw.get('command') is None and raw.get('url') is None)
+
+
+def _base_of(path, file, dialect, workspace):
+    if dialect == 'preflight':
+        return os.path.dirname(file)
+    return workspace or os.path.dirname(file)
+
+
+def _join(entries, overlays, name, entry):
+    if _is_overlay(entry.raw, entry.dialect):
+        overlays.setdefault(name, []).append((entry.raw, entry.path))
+    elif name in entries:
+        raise ConfigError('server %s is defined twice: in %s and in %s' % (
+            json.dumps(name), entries[name].path, entry.path),
+            'Remove one, or leave command and url out of one to make it an '
+            'overlay.')
+    else:
+        entries[name] = entry
+
+
+def read_config(sources, dialect='', workspace=''):
+    """Read config files, in order, into one Config.
+
+    sources: (path as named, real path, bytes) each. Entries stay unread
+    until look_up, so that a check pays only for the servers it asks for.
+    Raises ConfigError for what only the owner can mend.
+    """
+    entries, overlays, skipped, warnings = {}, {}, {}, []
+    settings, profiles = {}, {}
+    for path, file, data in sources:
+        kind = dialect_of(path, dialect)
+        table, doubles = decode_config(data, path)
+        if doubles and kind == 'preflight':
+            raise ConfigError('config %s: the key %s stands twice' % (
+                path, json.dumps(doubles[0])))
+        warnings += ['%s: the key %s stands twice; the last one counts'
+                     % (path, json.dumps(name)) for name in doubles]
+        if kind == 'preflight':
+            _top_level(table, path, settings, profiles, warnings)
+        else:
+            ours = sorted(set(table) & (set(SETTINGS) | {'profiles'}))
+            warnings += ['%s: %s ignored in a client\'s file' % (path, key)
+                         for key in ours]
+        base = _base_of(path, file, kind, workspace)
+        for name, raw in _server_table(table, path, warnings).items():
+            _join(entries, overlays, name,
+                  Entry(raw, path, file, kind, base, ()))
+    for name, layers in overlays.items():
+        if name in entries:
+            entries[name] = entries[name]._replace(overlays=tuple(layers))
+        else:
+            skipped[name] = ('entry %s in %s was skipped: it has no command '
+                             'and no url' % (json.dumps(name), layers[0][1]))
+    full = {key: settings.get(key, default)
+            for key, (_, default) in SETTINGS.items()}
+    for key in ('max_age', 'sync_interval', 'activity_retention'):
+        full[key] = parse_duration(full[key]) if full[key] else None
+    return Config(tuple(path for path, _, _ in sources), entries, skipped,
+                  profiles, full, warnings)
+
+
+def look_up(config, name):
+    """Read one server of a config: (Server, '') or (None, why not).
+
+    why is '' too when there is no entry of that name at all.
+    """
+    entry = config.entries.get(name)
+    if entry is None:
+        return None, config.skipped.get(name, '')
+    path = entry.path
+    try:
+        if _bad_name(name):
+            raise BadEntry(_bad_name(name))
+        if not is_table(entry.raw):
+            raise BadEntry('it is not an object')
+        server = DIALECTS[entry.dialect][0](name, entry)
+        for raw, path in entry.overlays:
+            for key in LAUNCH_KEYS:
+                if raw.get(key) is not None:
+                    raise BadEntry('an overlay cannot set %s' % key)
+            over = _with_ours(server, raw)
+            marks = ['env.' + key for key in raw.get('env') or ()]
+            marks += ['headers.' + key for key in raw.get('headers') or ()]
+            server = over._replace(overlaid=over.overlaid | set(marks))
+    except BadEntry as exc:
+        return None, 'entry %s in %s was skipped: %s' % (
+            json.dumps(name), path, exc)
+    return server, ''
+
+
+def all_servers(config):
+    """Read every entry: (Servers in file order, sentences on skipped)."""
+    servers, skipped = [], list(config.skipped.values())
+    for name in config.entries:
+        server, why = look_up(config, name)
+        if server:
+            servers.append(server)
+        else:
+            skipped.append(why)
+    return servers, skipped
+
+
+def expand(text, dialect, environ, base):
+    """Expand references once: (text, names without a value).
+
+    A default also stands in for an empty variable. What is put in is not
+    scanned again: a second pass would leak other variables.
+    """
+    missing = []
+
+    def put(found):
+        asked, name, default = found.groups()
+        if asked:
+            missing.append('input:' + asked)
+        elif name in BASE_NAMES:
+            return base
+        elif environ.get(name) or default is None and name in environ:
+            return environ[name]
+        elif default is not None:
+            return default
+        else:
+            missing.append(name)
+        return found.group()
+    return re.sub(DIALECTS[dialect][1], put, text), missing
+
+
+def expand_server(server, environ):
+    """Expand all texts of a server: (Server, ['TOK (headers.X)', ...])."""
+    values, missing = {}, []
+    for place, text in texts_of(server).items():
+        kind = 'preflight' if place in server.overlaid else server.dialect
+        values[place], names = expand(text, kind, environ, server.base)
+        missing += ['%s (%s)' % (name, place) for name in names]
+
+    def of(place, text):
+        return values.get(place, text)
+    return server._replace(
+        command=of('command', server.command), cwd=of('cwd', server.cwd),
+        url=of('url', server.url),
+        args=tuple(of('args[%d]' % n, v) for n, v in enumerate(server.args)),
+        env={k: of('env.' + k, v) for k, v in server.env.items()},
+        headers={k: of('headers.' + k, v)
+                 for k, v in server.headers.items()}), missing
+
+
+def child_environment(server, environ):
+    """Give the environment of a server that is started (contract 12).
+
+    Everything but PREFLIGHT_*, no browser that could open, UTF-8 for
+    Python children, then the entry's own env, where None removes.
+    """
+    env = {name: value for name, value in environ.items()
+           if not name.startswith('PREFLIGHT_')}
+    env.update(BROWSER='true', PYTHONUTF8='1', PYTHONIOENCODING='utf-8')
+    if server.dialect == 'claude-code' or server.client == 'claude-code':
+        env['CLAUDE_PROJECT_DIR'] = server.base
+    for name, value in server.env.items():
+        if value is None:
+            env.pop(name, None)
+        else:
+            env[name] = value
+    return env
+
+
+# ==========================================================================
+# 8. wire: MCP as values. A conversation is a generator that yields what to
+#    send and is sent the reply; whoever drives it owns the bytes.
+# ==========================================================================
+
+META = 'io.modelcontextprotocol/'
+METHOD_NOT_FOUND, BAD_PARAMS, BAD_VERSION = -32601, -32602, -32022
+
+Ask = namedtuple('Ask', 'method params')
+Ask.__doc__ = """A request to send; its reply is sent into the generator."""
+
+Listing = namedtuple('Listing', 'protocol era tools ttl')
+Listing.__doc__ = """The end of a conversation: era is handshake or modern,
+tools the raw list, ttl in milliseconds as the server said (0: none)."""
+
+TELL, SETTLE = 'tell', 'settle'     # Ask.params of what is no request
+
+
+def encode_message(message):
+    """Write one JSON-RPC message as one line (MCP stdio transport)."""
+    return canonical(dict(message, jsonrpc='2.0')).encode('ascii') + b'\n'
+
+
+def decode_line(line, waiting):
+    """Read one line from a server: a message, or None for noise.
+
+    Raises UpstreamError when the line is the reply that is waited for (its
+    id) but not UTF-8: nothing with a replacement character may be hashed.
+    """
+    line = line.rstrip(b'\r')
+    if line[:3] == b'\xef\xbb\xbf':
+        line = line[3:]
+    if not line.lstrip().startswith(b'{'):
+        return None
+    try:
+        text, is_clean = line.decode('utf-8'), True
+    except UnicodeDecodeError:
+        text, is_clean = line.decode('utf-8', 'replace'), False
+    try:
+        # Three levels of the message stand around each definition.
+        message = decode_json(text, MAX_DEPTH + 3)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(message, Refused):
+        raise UpstreamError('protocol', 'a message is ambiguous: %s'
+                            % message)
+    if not isinstance(message, dict) or 'jsonrpc' not in message:
+        return None
+    if not is_clean:
+        if is_reply_to(message, waiting):
+            raise UpstreamError('protocol', 'the reply is not UTF-8')
+        return None
+    return message
+
+
+def is_reply_to(message, number):
+    """Tell whether a message answers the request of that number.
+
+    A number that comes back as text counts. Raises UpstreamError for a
+    server that answers without echoing ids.
+    """
+    if 'method' in message or not {'result', 'error'} & set(message):
+        return False
+    got = message.get('id')
+    if got == number and not isinstance(got, bool) or got == str(number):
+        return True
+    if got is None and 'error' in message:
+        return True             # it could not read the id of the request
+    if got is None or got == 0:
+        raise UpstreamError('protocol',
+                            'the server does not echo request ids')
+    return False
+
+
+def answer_request(message, client, base):
+    """Answer what a server asks while it is looked at, None for a notice.
+
+    Nothing is ever acted upon; what the host's client would have declared
+    is declined politely, the rest is unknown here.
+    """
+    if 'id' not in message or 'method' not in message:
+        return None
+    method, result = message['method'], None
+    if method == 'ping':
+        result = {}
+    elif client == 'claude-code' and method == 'roots/list':
+        from urllib.parse import quote
+        result = {'roots': [{'uri': 'file://' + quote(base)}]}
+    elif client == 'claude-code' and method == 'elicitation/create':
+        result = {'action': 'decline'}
+    if result is not None:
+        return {'id': message['id'], 'result': result}
+    return {'id': message['id'], 'error': {
+        'code': METHOD_NOT_FOUND, 'message': 'Method not found'}}
+
+
+def capabilities_of(client):
+    """Give the capabilities that the job's host declares (contract 12)."""
+    if client == 'claude-code':
+        return {'roots': {}, 'elicitation': {}}
+    return {}
+
+
+def _client_info():
+    return {'name': 'preflight', 'version': VERSION}
+
+
+def _error_text(error):
+    if not isinstance(error, dict):
+        return 'an error without a reason'
+    return 'error %s: %s' % (error.get('code'), error.get('message'))
+
+
+def _result_of(reply, method):
+    result = reply.get('result')
+    if 'error' in reply:
+        raise UpstreamError('protocol', '%s failed with %s' % (
+            method, _error_text(reply['error'])))
+    if not isinstance(result, dict):
+        why = str(result) if isinstance(result, Refused) else 'no object'
+        raise UpstreamError('protocol', 'the result of %s cannot be used: %s'
+                            % (method, why))
+    kind = result.get('resultType', 'complete')
+    if kind != 'complete':
+        raise UpstreamError('protocol', 'the result of %s is of the unknown '
+                            'type %s' % (method, json.dumps(kind)))
+    return result
+
+
+def _named_versions(error):
+    """List the versions that an error names, in its data or its text."""
+    data = error.get('data') if isinstance(error, dict) else None
+    listed = data.get('supported') if isinstance(data, dict) else None
+    named = [v for v in listed if is_text(v)] if isinstance(listed,
+                                                            list) else []
+    text = _error_text(error)
+    return named + re.findall(r'20[0-9]{2}-[0-9]{2}-[0-9]{2}', text)
+
+
+def _open_modern(client, refusal=None):
+    meta = {META + 'protocolVersion': MODERN_VERSIONS[0],
+            META + 'clientCapabilities': capabilities_of(client),
+            META + 'clientInfo': _client_info()}
+    reply = yield Ask('server/discover', {'_meta': meta})
+    if refusal and 'error' in reply:        # the first answer says more
+        _result_of(refusal, 'initialize')
+    result = _result_of(reply, 'server/discover')
+    versions = result.get('supportedVersions')
+    if not isinstance(versions, list) or MODERN_VERSIONS[0] not in versions:
+        raise UpstreamError('protocol', 'the server speaks %s, we know %s' % (
+            json.dumps(versions), MODERN_VERSIONS[0]))
+    return (MODERN_VERSIONS[0], 'modern', result.get('capabilities'),
+            {'_meta': meta})
+
+
+def _open_handshake(client, version=HANDSHAKE_VERSIONS[0]):
+    reply = yield Ask('initialize', {
+        'protocolVersion': version, 'clientInfo': _client_info(),
+        'capabilities': capabilities_of(client)})
+    error = reply.get('error')
+    if error is not None:
+        named = _named_versions(error)
+        code = error.get('code') if isinstance(error, dict) else None
+        common = [v for v in HANDSHAKE_VERSIONS if v in named]
+        if common and version == HANDSHAKE_VERSIONS[0] != common[0]:
+            return (yield from _open_handshake(client, common[0]))
+        if (code in (BAD_VERSION, METHOD_NOT_FOUND, BAD_PARAMS)
+                or set(named) & set(MODERN_VERSIONS)):
+            return (yield from _open_modern(client, reply))
+    result = _result_of(reply, 'initialize')
+    spoken = result.get('protocolVersion')
+    if spoken not in HANDSHAKE_VERSIONS:
+        raise UpstreamError('protocol', 'the server speaks %s, we know %s' % (
+            json.dumps(spoken), ', '.join(HANDSHAKE_VERSIONS)))
+    yield Ask('notifications/initialized', TELL)
+    return spoken, 'handshake', result.get('capabilities'), {}
+
+
+def _next_cursor(result, seen):
+    """Give the cursor of the next page, None at the end of the list."""
+    cursor = result.get('nextCursor')
+    if cursor is None:
+        return None
+    if not is_text(cursor):
+        raise UpstreamError('protocol', 'nextCursor is not text')
+    if cursor in seen:
+        if cursor == '':        # some servers mean the end by it
+            return None
+        raise UpstreamError('protocol', 'pagination loop: a cursor was '
+                            'repeated after %s' % plural(len(seen), 'page'))
+    if len(seen) >= MAX_PAGES:
+        raise UpstreamError('protocol', 'the list has over %d pages'
+                            % MAX_PAGES)
+    seen.add(cursor)
+    return cursor
+
+
+def _list_pages(meta):
+    tools, seen, cursor, ttl = [], set(), None, 0
+    while True:
+        params = dict(meta) if cursor is None else dict(meta, cursor=cursor)
+        reply = yield Ask('tools/list', params)
+        error = reply.get('error')
+        if (isinstance(error, dict) and error.get('code') == METHOD_NOT_FOUND
+                and not tools):
+            return [], 0
+        result = _result_of(reply, 'tools/list')
+        if not isinstance(result.get('tools'), list):
+            raise UpstreamError('protocol', 'tools/list gave no list')
+        tools += result['tools']
+        limit = result.get('ttlMs')
+        if isinstance(limit, int) and not is_flag(limit):
+            ttl = max(0, limit)
+        cursor = _next_cursor(result, seen)
+        if cursor is None:
+            return tools, ttl
+
+
+def explore(era, client):
+    """Converse with a server: open it, list its tools; returns a Listing.
+
+    A generator. era: 'handshake' sends initialize first and falls back to
+    server/discover where the refusal asks for it; 'modern' starts there.
+    A list that the server says has changed is fetched again, once.
+    """
+    opening = _open_modern if era == 'modern' else _open_handshake
+    protocol, era, capabilities, meta = yield from opening(client)
+    if not isinstance(capabilities, dict) or capabilities.get(
+            'tools') is None:
+        return Listing(protocol, era, [], 0)
+    tools, ttl = yield from _list_pages(meta)
+    if (yield Ask('notifications/tools/list_changed', SETTLE)):
+        tools, ttl = yield from _list_pages(meta)
+    return Listing(protocol, era, tools, ttl)
+
+
+ADVERTISED_TWICE = 'advertised twice, with different definitions or hints'
+
+
+def _read_tool(item):
+    """Read one listed item: (Definition, '') or (None, why it is none)."""
+    flaw = ''
+    if isinstance(item, Refused):
+        flaw, item = str(item), item.table
+    if not isinstance(item, dict):
+        return None, flaw or 'it is not an object'
+    name = item.get('name')
+    if not is_text(name) or isinstance(name, Refused) or not name:
+        return None, flaw or 'it has no name'
+    if not is_storable(name):
+        return None, 'its name is not Unicode text'
+    parts = {key: item.get(key) for key in HASHED + ('annotations',)}
+    flaw = flaw or find_refused(parts)
+    if flaw:
+        return Definition(name, '', '', {}, 'definition refused: '
+                          + flaw), ''
+    text = definition_text(parts)
+    return Definition(name, sha256(text), text,
+                      read_hints(parts['annotations']), ''), ''
+
+
+def read_tools(items):
+    """Read a raw tool list: (Definitions by first place, warnings).
+
+    One malformed tool costs only itself. Two of one name that differ are
+    one flawed Definition; identical copies collapse (contract 10).
+    """
+    found, warnings = {}, []
+    for place, item in enumerate(items):
+        tool, why = _read_tool(item)
+        if tool is None:
+            warnings.append('tool %d of the list is skipped: %s'
+                            % (place, why))
+            continue
+        if tool.flaw:
+            warnings.append('%s: %s' % (json.dumps(tool.name), tool.flaw))
+        before = found.setdefault(tool.name, tool)
+        if before is tool:
+            continue
+        if before == tool and not tool.flaw:
+            warnings.append('%s stands twice in the list, alike'
+                            % json.dumps(tool.name))
+        else:
+            found[tool.name] = Definition(tool.name, '', '', {},
+                                          ADVERTISED_TWICE)
+    return list(found.values()), warnings
+
+
+# ==========================================================================
+# 9. trust: what was seen beside what was approved. Statuses are derived,
+#    stored nowhere: what cannot be written cannot be wrong (contract 10).
+# ==========================================================================
+
+APPROVED, PENDING, CHANGED = 'approved', 'pending', 'changed'
+
+Launch = namedtuple('Launch', 'digest text how at baselined')
+Launch.__doc__ = """A launch known for a server name. baselined: False when
+it was approved and its first list is still to come."""
+
+Switch = namedtuple('Switch', 'value over at')
+Switch.__doc__ = """An operator's switch: value, and the config value that
+it overrode; it counts while the config still says that."""
+
+Plan = namedtuple('Plan', 'state cause detail rows gone approve how added '
+                          'changed vanished')
+Plan.__doc__ = """What one observation writes. rows: Definitions to list,
+None to keep the old list; gone: names no longer listed; approve: names
+whose definition becomes the approved one, and how (baseline or auto)."""
+
+
+def tool_status(tool):
+    """Derive (status, why) of a listed tool; why is '' when approved."""
+    if tool.flaw:
+        return CHANGED, tool.flaw
+    approved = tool.approved
+    if approved is None:
+        return PENDING, 'nobody has approved it since'
+    if (approved.version, approved.hash) != (tool.version, tool.hash):
+        return CHANGED, 'the definition is not the approved one'
+    risks = riskier_hints(approved.hints, tool.hints)
+    if risks:
+        return CHANGED, 'hints became riskier: ' + ', '.join(risks)
+    return APPROVED, ''
+
+
+def switched(config_value, switch):
+    """Decide between config and switch: (value, True if switch decides)."""
+    if switch and switch.over == config_value:
+        return switch.value, True
+    return config_value, False
+
+
+def disabled_fact(server, switch):
+    """Say why a server is switched off, '' when it is on."""
+    enabled, by_switch = switched(server.enabled, switch)
+    if enabled:
+        return ''
+    return 'Server %s is switched off %s.' % (
+        json.dumps(server.name), 'by `servers disable` since '
+        + format_time(switch.at) if by_switch else 'in ' + server.file)
+
+
+def launch_fact(server, launches, seen_launch):
+    """Say how the configured launch departs from the known ones, or ''.
+
+    launches: Launch rows known for the name; seen_launch: digest that this
+    file's server was last seen under, to name the one that was replaced.
+    """
+    digest = launch_digest(server)
+    if not launches or any(row.digest == digest for row in launches):
+        return ''
+    old = next((row for row in launches if row.digest == seen_launch),
+               launches[-1])
+    new = launch_text(server)
+    note = ' (only a masked part differs)' if old.text == new else ''
+    return 'Server %s: launch changed: it was %s, now it is %s%s.' % (
+        json.dumps(server.name), old.text, new, note)
+
+
+def quarantine_fact(server, switch, launches, settings, seen_launch):
+    """Say why a server is quarantined, '' when it is not (contract 10)."""
+    quarantined, by_switch = switched(server.quarantined, switch)
+    name = json.dumps(server.name)
+    if quarantined:
+        return 'Server %s is quarantined %s.' % (
+            name, 'by `servers quarantine` since ' + format_time(switch.at)
+            if by_switch else 'in ' + server.file)
+    if not launches and settings['quarantine_new_servers']:
+        return ('Server %s is new, and quarantine_new_servers is on.' % name)
+    return launch_fact(server, launches, seen_launch)
+
+
+def is_lease_running(link, now):
+    """Tell whether a sync of this server is under way."""
+    return (link.lease_until is not None and now < link.lease_until
+            and link.lease_at <= now + FUTURE_MS)
+
+
+def is_baseline(digest, launches):
+    """Tell whether a list now seen under a launch becomes its baseline."""
+    if not launches:
+        return True
+    return any(row.digest == digest and not row.baselined
+               for row in launches)
+
+
+def _refused_row(tool, before):
+    """Keep a refused definition only where the tool was known."""
+    old = before.get(tool.name)
+    return (not tool.flaw.startswith('definition refused')
+            or old is not None and (old.listed or old.approved))
+
+
+def _differs(old, new):
+    return ((old.hash, old.flaw, riskier_hints(old.hints, new.hints))
+            != (new.hash, new.flaw, []))
+
+
+def _is_news(old, new):
+    approved = old.approved if old else None
+    return (approved is None or approved.hash != new.hash
+            or approved.version != HASH_VERSION
+            or bool(riskier_hints(approved.hints, new.hints)))
+
+
+def plan_sync(before, seen, is_first, mode):
+    """Compare one Observation with the Tools known before it: a Plan.
+
+    is_first: its list is the baseline; mode: the server's trust mode. An
+    empty list where tools were known is an error and keeps the old list;
+    a failed look changes no tool and no approval.
+    """
+    kept = Plan(seen.state, seen.cause, seen.detail, None, [], [], '', [],
+                [], [])
+    listed = {name for name, tool in before.items() if tool.listed}
+    if seen.tools is None:
+        return kept
+    if not seen.tools and listed:
+        return kept._replace(state='error', cause='no_tools', detail=(
+            'it lists no tools, and %s known' % (
+                '1 was' if len(listed) == 1 else '%d were' % len(listed))))
+    rows = [tool for tool in seen.tools if _refused_row(tool, before)]
+    names = {tool.name for tool in rows}
+    added = [t.name for t in rows if t.name not in listed]
+    changed = [t.name for t in rows if t.name in listed
+               and _differs(before[t.name], t)]
+    approve, how = [], ''
+    if is_first:
+        approve, how = [t.name for t in rows if not t.flaw], 'baseline'
+    elif mode == 'auto':
+        approve, how = [t.name for t in rows if not t.flaw and _is_news(
+            before.get(t.name), t)], 'auto'
+    return kept._replace(
+        rows=rows, gone=sorted(listed - names), approve=approve, how=how,
+        added=[] if is_first else added, changed=changed,
+        vanished=sorted(listed - names))
+
+
+# ==========================================================================
+# 10. judge: values in, a verdict out. It cannot reach a transport; that is
+#     what makes "zero upstream calls" true (contract 1).
+# ==========================================================================
+
+NOT_FOUND = 'No tool with this id is available.'
+
+# What an agent may read of each reason: nothing of this host (contract 7).
+AGENT_TEXTS = {
+    'server_initializing': ('The server is not connected yet.',
+                            'Try again later.'),
+    'server_unhealthy': ('The server is not available.',
+                         'Try again later, or tell the operator.'),
+    'server_disabled': ('The server is switched off.',
+                        'Ask the operator to enable it.'),
+    'server_quarantined': ('The server is quarantined.',
+                           'Ask the operator to review it.'),
+    'tool_pending_approval': ('The tool awaits approval.',
+                              'Ask the operator to review it.'),
+    'tool_changed': ('The tool changed since it was approved.',
+                     'Ask the operator to review it.'),
+    'tool_blocked_by_user': ('The operator has blocked the tool.',
+                             'Ask the operator to unblock it.'),
+    'oauth_required': ('The server needs a login.',
+                       'Ask the operator to sign in.'),
+    'hash_mismatch': ('The tool is not the one that was pinned.',
+                      'Review the tool and renew the pin.'),
+    'tool_denied_by_config': ('The configuration denies the tool.',
+                              'Ask the operator to change it.'),
+    'missing_annotation': ('The tool lacks a hint that the policy needs.',
+                           'Leave the filter out, or use another tool.'),
+    'policy_filtered': ('The policy leaves the tool out.',
+                        'Leave the filter out, or use another tool.'),
+    'not_found': (NOT_FOUND, 'List the tools and correct the id.'),
+}
+
+
+def passed(fact):
+    """A gate that lets pass, and what it looked at."""
+    return Finding('', fact, '', '')
+
+
+def stopped(reason, fact, remedy, cause=''):
+    """A gate that stops: the operator's fact and one instruction."""
+    return Finding(reason, fact, remedy, cause)
+
+
+def command_line(how, words, *names):
+    """Write a command that runs as printed (contract 11).
+
+    A name with control characters is never put into a command: the list
+    that shows it is named instead.
+    """
+    if any(safe_text(name) != name for name in names):
+        return '%s tools list' % how
+    dash = ['--'] if any(name[:1] == '-' for name in names) else []
+    return ' '.join([how, words] + dash + [shell_word(n) for n in names])
+
+
+def _run(case, words, *names):
+    return 'Run: ' + command_line(case.question.how, words, *names)
+
+
+def max_age_of(server, settings, ttl):
+    """Decide how old a good look may be, 0 for any age (contract 9).
+
+    What is configured holds as written. Unset, it is 15m or 3 sync
+    intervals, and a server's own ttl can only lengthen that.
+    """
+    for value in (server.max_age, settings['max_age']):
+        if value is not None:
+            return value
+    unset = max(MAX_AGE_MS, 3 * (settings['sync_interval'] or 0))
+    return max(unset, min(ttl or 0, MAX_TTL_MS))
+
+
+def _is_stale(link, limit, now):
+    age = now - link.observed_at
+    return age < -FUTURE_MS or bool(limit) and age > limit
+
+
+def _stale_finding(case, link, limit, sync):
+    now, name = case.question.now, json.dumps(case.known.server.name)
+    if link.observed_at > now:
+        fact = 'in the future (%s)' % format_time(link.observed_at)
+    else:
+        fact = '%s ago, longer than max_age %s' % (format_duration(
+            now - link.observed_at), format_duration(limit))
+    return stopped('server_unhealthy', 'Server %s was last seen ready %s '
+                   '(%s).' % (name, fact, case.question.places), sync,
+                   'stale')
+
+
+def connection_state(case):
+    """Read a server's state off its record: a Finding (contract 9).
+
+    Its reason is '' for ready; its cause is that of server_unhealthy, or
+    never_seen. The order of the rules is the contract's.
+    """
+    known, now = case.known, case.question.now
+    link, name = known.connection, json.dumps(known.server.name)
+    sync = _run(case, 'sync', known.server.name)
+    if link is None:
+        return stopped('server_initializing',
+                       'Server %s has never been looked at (%s).' % (
+                           name, case.question.places), sync, 'never_seen')
+    limit = max_age_of(known.server, case.question.settings, link.ttl)
+    is_stale = link.state == 'ready' and _is_stale(link, limit, now)
+    if link.state == 'pending_auth':
+        return stopped('oauth_required', 'Server %s asked for a login: %s.' % (
+            name, link.detail), 'Set headers.Authorization for %s (an entry '
+            'in our own config) to a ${VAR}, then run: %s' % (
+                name, sync[5:]))
+    if link.state == 'ready' and not is_stale:
+        return passed('Server %s was seen ready %s ago.' % (
+            name, format_duration(max(0, now - link.observed_at))))
+    if is_lease_running(link, now):
+        return stopped('server_initializing', 'A sync of server %s is under '
+                       'way since %s.' % (name, format_time(link.lease_at)),
+                       sync)
+    if link.lease_until is not None and link.lease_until > (
+            link.observed_at or 0):
+        return stopped('server_unhealthy', 'The last sync of server %s was '
+                       'cut off before it had a result.' % name, sync,
+                       'interrupted')
+    if link.state == 'error':
+        show = _run(case, 'servers show', known.server.name)
+        cause = link.cause
+        return stopped('server_unhealthy', 'Server %s: %s.' % (
+            name, (link.detail or cause).rstrip('.')),
+            sync if action_of('server_unhealthy', cause) == 'restart'
+            else show, cause)
+    if is_stale:
+        return _stale_finding(case, link, limit, sync)
+    return stopped('server_initializing', 'Server %s has never been looked '
+                   'at (%s).' % (name, case.question.places), sync,
+                   'never_seen')
+
+
+def gate_well_formed(case):
+    """Stop an id without a server or a tool half (contract 4)."""
+    if case.ref.server:
+        return passed('The id names a server and a tool.')
+    return stopped('not_found', id_hint(case.ref), 'Write the id as '
+                   '<server>:<tool>.')
+
+
+def gate_configured(case):
+    """Stop an id whose server no config file defines (contract 3)."""
+    known = case.known
+    if known.server:
+        return passed('Server %s is configured in %s.' % (
+            json.dumps(case.ref.server), known.server.file))
+    why = known.skipped or 'No server %s is configured (%s)' % (
+        json.dumps(case.ref.server), case.question.places)
+    return stopped('server_not_configured', why.rstrip('.') + '.',
+                   _run(case, 'servers list'))
+
+
+def gate_scope(case):
+    """Stop a server outside the caller's scope (contract 7)."""
+    caller, name = case.question.caller, case.ref.server
+    if caller.servers is None or name in caller.servers:
+        return passed('The server is in scope.')
+    return stopped('server_not_in_scope', 'Profile %s leaves server %s out; '
+                   'a session under it sees not_found.' % (
+                       json.dumps(caller.profile), json.dumps(name)),
+                   'Add %s to profiles.%s.servers (%s), then run: %s' % (
+                       json.dumps(name), caller.profile,
+                       case.question.places,
+                       command_line(case.question.how, 'config check')))
+
+
+def gate_quarantine(case):
+    """Stop a quarantined server, or one whose launch changed."""
+    fact = case.known.quarantined
+    if not fact:
+        return passed('The server is not quarantined; %s.'
+                      % case.known.launch_note)
+    return stopped('server_quarantined', fact,
+                   _run(case, 'servers approve', case.ref.server))
+
+
+def gate_enabled(case):
+    """Stop a server that is switched off."""
+    if not case.known.disabled:
+        return passed('The server is enabled.')
+    return stopped('server_disabled', case.known.disabled,
+                   _run(case, 'servers enable', case.ref.server))
+
+
+def gate_exists(case):
+    """Stop a tool that a ready server does not list (contract 3).
+
+    On a server that is not ready existence is unknowable: the connection
+    gates further down answer for it.
+    """
+    if case.tool is not None:
+        return passed('The server lists the tool.')
+    state = connection_state(case)
+    if state.reason:
+        return passed('Unknown: ' + state.fact)
+    link = case.known.connection
+    why = link.refused.get(case.ref.tool) if link else None
+    return stopped('not_found', NOT_FOUND + (' %s.' % why if why else ''),
+                   _run(case, 'tools list', case.ref.server))
+
+
+def gate_denied(case):
+    """Stop a tool that the config's tool lists leave out."""
+    server, tool = case.known.server, case.ref.tool
+    key = ''
+    if server.allow is not None and tool not in server.allow:
+        key, fact = 'enabled_tools', 'does not name'
+    elif tool in server.deny:
+        key, fact = 'disabled_tools', 'names'
+    if not key or case.tool is None:
+        return passed('No tool list of the config denies it.')
+    return stopped('tool_denied_by_config', '%s of server %s in %s %s this '
+                   'tool.' % (key, json.dumps(server.name), server.file,
+                              fact),
+                   'Change %s in %s, then run: %s' % (
+                       key, shell_word(server.file),
+                       command_line(case.question.how, 'config check')))
+
+
+def gate_blocked(case):
+    """Stop a tool that the operator blocked by name."""
+    if case.tool is None or case.tool.blocked_at is None:
+        return passed('The operator has not blocked it.')
+    return stopped('tool_blocked_by_user', 'Blocked with `tools block` since '
+                   '%s.' % format_time(case.tool.blocked_at),
+                   _run(case, 'tools unblock', case.ref.id))
+
+
+def is_trusting(case):
+    """Tell whether pending and changed gate for this server."""
+    return (case.question.settings['quarantine_enabled']
+            and case.known.server.trust_mode != 'auto')
+
+
+def gate_changed(case):
+    """Stop a tool that is not the approved one (contract 10).
+
+    A definition that was refused or advertised twice gates always; another
+    change only in trust mode manual, with quarantine on.
+    """
+    if case.tool is None:
+        return passed('No definition to compare.')
+    status, why = tool_status(case.tool)
+    if status != CHANGED:
+        return passed('The definition is not a changed one.')
+    if not case.tool.flaw and not is_trusting(case):
+        return passed('Changed, but trust is automatic here: %s.' % why)
+    approved = case.tool.approved
+    since = ' (approved %s)' % format_time(approved.at) if approved else ''
+    return stopped('tool_changed', '%s%s%s.' % (
+        why[0].upper(), why[1:], since),
+        _run(case, 'tools diff', case.ref.id))
+
+
+def gate_pending(case):
+    """Stop a tool that came after the baseline and awaits approval."""
+    if case.tool is None or tool_status(case.tool)[0] != PENDING:
+        return passed('It does not await approval.')
+    if not is_trusting(case):
+        return passed('New, but trust is automatic here.')
+    return stopped('tool_pending_approval', 'First listed %s, after the '
+                   'baseline; nobody has approved it since.'
+                   % format_time(case.tool.first_seen),
+                   _run(case, 'tools diff', case.ref.id))
+
+
+def gate_pin(case):
+    """Stop a tool whose last listed hash is not the pinned one.
+
+    The pin is compared with what is listed, never with what is approved
+    (contract 4).
+    """
+    if not case.ref.pin:
+        return passed('No pin was asked for.')
+    pin, tool = parse_pin(case.ref.pin), case.tool
+    if pin is None:
+        fact = 'The pin is not of the form sha256/v<N>:<64 hex digits>.'
+    elif tool is None:
+        return passed('No hash to compare the pin with yet.')
+    elif not tool.hash:
+        fact = 'There is no hash to compare the pin with.'
+    elif pin[0] != tool.version:
+        fact = ('The pin is of hash version %d, the stored hash of version '
+                '%d: the hash version changed and the pin must be renewed.'
+                % (pin[0], tool.version))
+    elif pin[1] == tool.hash:
+        return passed('The pin matches.')
+    else:
+        fact = 'Pinned is %s, last listed is %s.' % (
+            format_hash(*pin), format_hash(tool.version, tool.hash))
+    return stopped('hash_mismatch', fact,
+                   _run(case, 'tools show', case.ref.id))
+
+
+def gate_login(case):
+    """Stop on a server that asked for a login."""
+    state = connection_state(case)
+    if state.reason == 'oauth_required':
+        return state
+    return passed('The server did not ask for a login.')
+
+
+def gate_healthy(case):
+    """Stop on a server whose last look failed, is stale or was cut off."""
+    state = connection_state(case)
+    if state.reason == 'server_unhealthy':
+        return state
+    return passed('No failed or stale look is in the way.')
+
+
+def gate_started(case):
+    """Stop on a server that was never seen, or is just being looked at."""
+    state = connection_state(case)
+    if state.reason == 'server_initializing':
+        return state
+    return passed(state.fact)
+
+
+def _filter(case, name, hint, unsafe, is_safe):
+    if name not in case.question.filters or case.tool is None:
+        return passed('The filter %s is not on.' % name)
+    value = case.tool.hints.get(hint)
+    if is_safe:
+        return passed('%s fits the filter %s.' % (hint, name))
+    option = '--' + name.replace('_', '-')
+    if value is None:
+        return stopped('missing_annotation', 'It has no %s, and %s needs '
+                       'one.' % (hint, name), 'Leave out %s, or have the '
+                       'server publish %s.' % (option, hint))
+    return stopped('policy_filtered', '%s is %s, which %s leaves out.' % (
+        hint, json.dumps(unsafe), name), 'Leave out %s, or use another tool.'
+        % option)
+
+
+def gate_read_only(case):
+    """Apply read_only_only: readOnlyHint must be true."""
+    hints = case.tool.hints if case.tool else {}
+    return _filter(case, 'read_only_only', 'readOnlyHint', False,
+                   hints.get('readOnlyHint') is True)
+
+
+def gate_destructive(case):
+    """Apply exclude_destructive: read-only, or destructiveHint false."""
+    hints = case.tool.hints if case.tool else {}
+    return _filter(case, 'exclude_destructive', 'destructiveHint', True,
+                   hints.get('readOnlyHint') is True
+                   or hints.get('destructiveHint') is False)
+
+
+def gate_open_world(case):
+    """Apply exclude_open_world: openWorldHint must be false."""
+    hints = case.tool.hints if case.tool else {}
+    return _filter(case, 'exclude_open_world', 'openWorldHint', True,
+                   hints.get('openWorldHint') is False)
+
+
+# The precedence (contract 3): the first gate that stops owns the answer.
+# The first two need no server, the rest need one.
+GATES = (
+    ('well_formed', gate_well_formed), ('configured', gate_configured),
+    ('scope', gate_scope), ('quarantine', gate_quarantine),
+    ('enabled', gate_enabled), ('exists', gate_exists),
+    ('denied', gate_denied), ('blocked', gate_blocked),
+    ('changed', gate_changed), ('pending', gate_pending),
+    ('pin', gate_pin), ('login', gate_login), ('healthy', gate_healthy),
+    ('started', gate_started), ('read_only_only', gate_read_only),
+    ('exclude_destructive', gate_destructive),
+    ('exclude_open_world', gate_open_world),
+)
+
+
+def _observed_at(case):
+    link = case.known.connection
+    if (case.question.caller.tier != OPERATOR or link is None
+            or link.observed_at is None):
+        return None
+    return format_time(link.observed_at)
+
+
+def _unavailable(case, finding):
+    """Word a finding for the caller's tier (contract 7)."""
+    code = finding.reason
+    if case.question.caller.tier != OPERATOR:
+        if code in ('server_not_configured', 'server_not_in_scope'):
+            code = 'not_found'
+        detail, remedy = AGENT_TEXTS[code]
+        if not case.ref.server:
+            detail = id_hint(case.ref)
+        cause = observed = None
+    else:
+        detail, remedy = finding.fact, finding.remedy
+        observed = _observed_at(case)
+        cause = finding.cause if code == 'server_unhealthy' else None
+    return Answer(case.ref.id, 'unavailable', code, REASONS[code].retryable,
+                  action_of(code, finding.cause) or None, detail, remedy,
+                  None, None, observed, cause)
+
+
+def evaluate(case):
+    """Judge one id: (Answer, Finding of the gate that decided)."""
+    for _, gate in GATES:
+        finding = gate(case)
+        if finding.reason:
+            return _unavailable(case, finding), finding
+    is_operator = case.question.caller.tier == OPERATOR
+    digest = format_hash(case.tool.version, case.tool.hash)
+    return Answer(case.ref.id, 'ready', None, None, None, None, None,
+                  digest if is_operator and case.tool.hash else None, None,
+                  _observed_at(case), None), finding
+
+
+def explain(case):
+    """Run every gate: (name, passed | stopped | not reached, fact) each."""
+    rows, end = [], False
+    for name, gate in GATES:
+        if end:
+            rows.append((name, 'not reached', '-'))
+            continue
+        finding = gate(case)
+        rows.append((name, 'stopped' if finding.reason else 'passed',
+                     finding.fact))
+        end = bool(finding.reason) and case.known.server is None
+    return rows
+
+
+def rank_nearest(word, candidates, count=3, cutoff=0.6):
+    """Pick the candidates nearest to word, best first, ties by name."""
+    import difflib
+    matcher, scored = difflib.SequenceMatcher(), []
+    matcher.set_seq2(word)
+    for other in sorted(set(candidates) - {word}):
+        matcher.set_seq1(other)
+        if (matcher.real_quick_ratio() >= cutoff
+                and matcher.quick_ratio() >= cutoff):
+            score = matcher.ratio()
+            if score >= cutoff:
+                scored.append((-score, other))
+    return [other for _, other in sorted(scored)[:count]]
+
+
+def unique_refs(pairs):
+    """Turn (id, pin) pairs into Refs, one per id, at its first place.
+
+    Raises UsageError for no id, or one id with two different pins; an
+    absent pin counts as a value (contract 4).
+    """
+    refs = {}
+    for text, pin in pairs:
+        ref = parse_id(text, pin or '')
+        before = refs.setdefault(ref.id, ref)
+        if before.pin != ref.pin:
+            raise UsageError('%s is asked for with two pins: %s and %s' % (
+                json.dumps(ref.id), before.pin or 'none',
+                ref.pin or 'none'))
+    if not refs:
+        raise UsageError('no tool id was given')
+    return list(refs.values())
+
+
+# ==========================================================================
+# 11. lock: two definitions side by side
+# ==========================================================================
+
+
+def _lines(value):
+    if value is None:
+        return []
+    if is_text(value):
+        return value.split('\n')
+    return json.dumps(value, indent=2, sort_keys=True,
+                      ensure_ascii=False).split('\n')
+
+
+def diff_definitions(old, new):
+    """Compare two canonical texts field by field: (field, lines) each.
+
+    A line starts with '-', '+' or ' ' as in a unified diff. old is '' for
+    a tool that was never approved, new is '' for one that has no text.
+    """
+    import difflib
+    before = json.loads(old) if old else {}
+    after = json.loads(new) if new else {}
+    out = []
+    for field in HASHED:
+        if before.get(field) == after.get(field):
+            continue
+        lines = list(difflib.unified_diff(
+            _lines(before.get(field)), _lines(after.get(field)),
+            lineterm='', n=3))[2:]
+        out.append((field, [line for line in lines
+                            if not line.startswith('@@')]))
+    return out
+
+
+def diff_hints(old, new):
+    """Compare hints: lines 'name: old -> new (riskier)'."""
+    word = {True: 'true', False: 'false', None: 'absent'}
+    risky = {line.split(' ')[0] for line in riskier_hints(old, new)}
+    return ['%s: %s -> %s%s' % (
+        name, word[old.get(name)], word[new.get(name)],
+        ' (riskier)' if name in risky else '')
+        for name in HINTS if old.get(name) is not new.get(name)]
+
+
+# ==========================================================================
+# 12. report: values in, text out
+# ==========================================================================
+
+
+def answer_fields(answer):
+    """Give the keys of one result in the contract's order, no nulls."""
+    return {key: value for key, value in zip(answer._fields, answer)
+            if value is not None}
+
+
+def report_data(report):
+    """Give the data object of contract 5, in its key order."""
+    data = {'verdict': report.verdict, 'checked_at': report.checked_at}
+    if report.waited_ms is not None:
+        data['waited_ms'] = report.waited_ms
+    data['tools'] = [answer_fields(answer) for answer in report.answers]
+    return data
+
+
+def render_json(value):
+    """Write JSON with indent 2, ASCII, keys in their order."""
+    return json.dumps(value, indent=2) + '\n'
+
+
+def _yaml_escape(found):
+    code = ord(found.group())
+    return ('\\x%02x' if code < 0x100 else '\\u%04x' if code < 0x10000
+            else '\\U%08x') % code
+
+
+def _yaml_leaf(value):
+    if isinstance(value, str):
+        return re.sub('[^\x20-\x7e]', _yaml_escape,
+                      json.dumps(value, ensure_ascii=False))
+    if isinstance(value, float) and '.' not in repr(value):
+        return repr(value).replace('e', '.0e')
+    return json.dumps(value)
+
+
+def _yaml_key(key):
+    words = ('yes', 'no', 'on', 'off', 'true', 'false', 'null')
+    is_plain = re.match(r'[a-z][a-z_]+\Z', key) and key not in words
+    return key if is_plain else _yaml_leaf(key)
+
+
+def _yaml_lines(value, pad):
+    is_map = isinstance(value, dict)
+    for key, item in value.items() if is_map else enumerate(value):
+        head = pad + (_yaml_key(key) + ':' if is_map else '-')
+        if not item or not isinstance(item, (dict, list, tuple)):
+            yield head + ' ' + _yaml_leaf(item)
+            continue
+        lines = list(_yaml_lines(item, pad + '  '))
+        if is_map:
+            yield head
+        else:
+            lines[0] = head + lines[0][len(pad) + 1:]
+        for line in lines:
+            yield line
+
+
+def render_yaml(value):
+    """Write YAML that every loader, 1.1 or 1.2, reads back as the JSON.
+
+    Strings are always double-quoted: no word can turn into a boolean, a
+    number or a date.
+    """
+    if not value or not isinstance(value, (dict, list, tuple)):
+        return _yaml_leaf(value) + '\n'
+    return '\n'.join(_yaml_lines(value, '')) + '\n'
+
+
+def text_width(text):
+    """Count the terminal columns of a text."""
+    if all(ord(char) < 0x300 for char in text):
+        return len(text)
+    import unicodedata
+    return sum(0 if unicodedata.combining(c) else
+               2 if unicodedata.east_asian_width(c) in 'WF' else 1
+               for c in text)
+
+
+def render_table(heads, rows):
+    """Write columns two spaces apart, the last one unpadded.
+
+    Cells are made safe; an empty cell is '-'.
+    """
+    table = [[safe_text(cell) or '-' for cell in row]
+             for row in [heads] + [list(row) for row in rows]]
+    widths = [max(map(text_width, column)) for column in zip(*table)]
+    lines = []
+    for row in table:
+        cells = [cell + ' ' * (width - text_width(cell))
+                 for cell, width in zip(row, widths)]
+        lines.append('  '.join(cells[:-1] + [row[-1]]))
+    return '\n'.join(lines) + '\n'
+
+
+def _yes(value):
+    return '' if value is None else 'true' if value else 'false'
+
+
+def render_report(report, is_terminal):
+    """Write a Report as the table of contract 6.
+
+    On a terminal the remedies and suggestions follow as a second block.
+    """
+    rows = [(a.id, a.status, a.reason or '', _yes(a.retryable),
+             a.action or '', a.detail or '') for a in report.answers]
+    text = render_table(('ID', 'STATUS', 'REASON', 'RETRYABLE', 'ACTION',
+                         'DETAIL'), rows)
+    text += 'VERDICT: %s (exit %d)\n' % (report.verdict,
+                                         EXIT_CODES[report.verdict])
+    if not is_terminal:
+        return text
+    for answer in report.answers:
+        if answer.remediation:
+            text += '\n%s\n  %s\n' % (safe_text(answer.id),
+                                      safe_text(answer.remediation))
+        if answer.did_you_mean:
+            text += '  Did you mean: %s\n' % ', '.join(
+                map(safe_text, answer.did_you_mean))
+    return text
+
+
+def record_line(activity):
+    """Say what a check found, as one readable phrase (contract 8)."""
+    data = activity['metadata']
+    if activity['type'] != 'preflight':
+        what = data.get('server') or ', '.join(data.get('tools') or ())
+        return '%s %s' % (data.get('action') or data.get('state')
+                          or activity['status'], what)
+    text = '%s (%s)' % ('ready' if activity['status'] == 'success'
+                        else 'blocked', plural(data['ids_count'], 'id'))
+    parts = ['%s x%d' % (code, count) if count > 1 else code
+             for code, count in data['reasons'].items()]
+    return text + (': ' + ', '.join(parts) if parts else '')
+
+
+def cell_text(value):
+    """Write a value as a table cell."""
+    if value is None or value == [] or value == {}:
+        return ''
+    if isinstance(value, bool):
+        return 'true' if value else 'false'
+    if isinstance(value, list):
+        return ', '.join(map(cell_text, value))
+    if isinstance(value, dict):
+        return ' '.join('%s=%s' % (key, cell_text(item))
+                        for key, item in value.items())
+    return str(value)
+
+
+def render_rows(rows, columns):
+    """Write rows (dicts) as a table of some of their keys."""
+    heads = [name.upper().replace('_', ' ') for name in columns]
+    return render_table(heads, [[cell_text(row[name]) for name in columns]
+                                for row in rows])
+
+
+def render_fields(row):
+    """Write one dict, a key a line; long text is indented below its key."""
+    width, lines = max(map(len, row)) + 2, []
+    for key, value in row.items():
+        if isinstance(value, (dict, list)) and key == 'definition':
+            value = json.dumps(value, indent=2, ensure_ascii=False)
+        text = safe_text(cell_text(value).rstrip('\n'), '\n') or '-'
+        if '\n' in text:
+            lines.append(key + ':')
+            lines += ['  ' + line for line in text.split('\n')]
+        else:
+            lines.append((key + ':').ljust(width) + text)
+    return '\n'.join(lines) + '\n'
+
+
+def render_diff(diff):
+    """Write what approving a tool would trust, and the line that does."""
+    lines = ['%s: %s%s' % (diff['id'], diff['status'],
+                           ' (%s)' % diff['why'] if diff['why'] else '')]
+    lines.append('approved: %s' % (diff['approved_hash'] or 'never'))
+    lines.append('listed:   %s' % (diff['hash'] or 'no hash'))
+    for part in diff['fields']:
+        lines.append(part['field'] + ':')
+        lines += ['  ' + line for line in part['lines']]
+    if diff['hints']:
+        lines += ['hints:'] + ['  ' + line for line in diff['hints']]
+    if not diff['fields'] and not diff['hints'] and diff['hash']:
+        lines.append('no difference')
+    if diff['token']:
+        lines.append('review token: ' + diff['token'])
+    if diff['approve'] and diff['status'] != 'approved':
+        lines.append('approve: ' + diff['approve'])
+    return '\n'.join(safe_text(line) for line in lines) + '\n'
+
+
+def render_check(found):
+    """Write the findings of `config check`."""
+    lines = ['error: ' + text for text in found['errors']]
+    lines += ['warning: ' + text for text in found['warnings']]
+    lines.append('%s, %s, %s' % (plural(found['servers'], 'server'),
+                                 plural(len(found['errors']), 'error'),
+                                 plural(len(found['warnings']), 'warning')))
+    return '\n'.join(safe_text(line) for line in lines) + '\n'
+
+
+def render_verify(found):
+    """Write the findings of `activity verify`."""
+    lines = ['problem: ' + text for text in found['problems']]
+    lines.append('%s, %s, head %s' % (
+        plural(found['records'], 'record'), 'intact' if found['ok']
+        else plural(len(found['problems']), 'problem'),
+        found['head'] or '-'))
+    return '\n'.join(lines) + '\n'
+
+
+def render_activities(found):
+    """Write audit records, a line each (contract 8)."""
+    rows = [{'time': row['timestamp'], 'id': row['id'], 'type': row['type'],
+             'actor': row['actor'], 'request_id': row['request_id'],
+             'what': record_line(row)} for row in found['activities']]
+    text = render_rows(rows, ('time', 'id', 'type', 'actor', 'request_id',
+                              'what'))
+    return text + '%d of %s\n' % (len(rows), plural(found['total'],
+                                                    'record'))
+
+
+# ==========================================================================
+# == below this line the program touches the world ==
+# ==========================================================================
+
+# ==========================================================================
+# 14. world
+# ==========================================================================
+
+World = namedtuple('World', (
+    'env how home configs dialect workspace now clock sleep random stop '
+    'ask tell is_terminal'))
+World.__doc__ = """What a command may know of its surroundings.
+
+env: dict. how: the command that started this run, for remedies. home: the
+state directory. configs: paths as named, () for the state's own file.
+now() -> ms; clock() -> monotonic seconds; random(n) -> bytes. stop: signal
+numbers that arrived. ask(question) -> bool; tell(line) writes to stderr.
+"""
+
+OUR_CONFIG = 'mcp_config.json'
+NETWORK_FILE_SYSTEMS = ('nfs', 'nfs4', 'cifs', 'smb3', 'smbfs', '9p', 'afs',
+                        'fuse.sshfs', 'lustre', 'gpfs', 'ceph', 'glusterfs',
+                        'fuse.glusterfs', 'beegfs', 'ocfs2')
+
+
+def state_home(flag, env):
+    """Find the state directory; raises StoreError when there is none.
+
+    Order: --home, PREFLIGHT_HOME, STATE_DIRECTORY (systemd), the XDG state
+    directory, ~/.preflight. Never a literal ~, never a relative guess.
+    """
+    if flag:
+        return os.path.abspath(flag)
+    if env.get('PREFLIGHT_HOME'):
+        return os.path.abspath(env['PREFLIGHT_HOME'])
+    given = env.get('STATE_DIRECTORY', '').split(':')[0]
+    if given:
+        return os.path.abspath(given)
+    xdg = env.get('XDG_STATE_HOME', '')
+    if os.path.isabs(xdg):
+        return os.path.join(xdg, 'preflight')
+    home = env.get('HOME') or env.get('USERPROFILE') or ''
+    if os.path.isabs(home):
+        return os.path.join(home, '.preflight')
+    raise StoreError('there is no state directory: HOME is not set',
+                     'Pass --home DIR or set PREFLIGHT_HOME.')
+
+
+def os_reason(exc):
+    """Say why the system refused, without numbers or paths."""
+    return (exc.strerror or str(exc)).lower()
+
+
+def make_home(home):
+    """Create the state directory, 0700 whatever the umask."""
+    if os.path.isdir(home):
+        return
+    try:
+        os.makedirs(home, 0o700)
+        os.chmod(home, 0o700)
+    except FileExistsError as exc:
+        if not os.path.isdir(home):
+            raise StoreError('the state directory %s is not a directory'
+                             % home) from exc
+    except OSError as exc:
+        raise StoreError('cannot make the state directory %s: %s' % (
+            home, os_reason(exc)), 'Pass --home DIR.') from exc
+
+
+def read_bytes(path):
+    """Read a config file whole; raises ConfigError naming it."""
+    try:
+        with open(path, 'rb') as file:
+            return file.read(MAX_CONFIG_BYTES + 1)
+    except OSError as exc:
+        raise ConfigError('cannot read config %s: %s' % (
+            path, os_reason(exc))) from exc
+
+
+def file_system_of(path):
+    """Name the type of file system a directory is on, '' if unknown."""
+    best = ('', '')
+    try:
+        with open('/proc/self/mounts', encoding='utf-8',
+                  errors='replace') as mounts:
+            for line in mounts:
+                point, kind = (line.split(' ') + ['', ''])[1:3]
+                inside = path == point or path.startswith(
+                    point.rstrip('/') + '/')
+                if inside and len(point) >= len(best[0]):
+                    best = (point, kind)
+    except OSError:
+        pass
+    return best[1]
+
+
+class FileLock:
+    """One exclusive lock on a file, held while entered.
+
+    Every write transaction and every close of a connection happens under
+    it: SQLite 3.7.0 to 3.51.2 can lose committed pages when two checkpoints
+    overlap a commit (sqlite.org/wal.html), and many short processes that
+    checkpoint on close are the shape that hits it.
+    """
+
+    def __init__(self, path, world):
+        self.path, self.world, self.file = path, world, None
+
+    def __enter__(self):
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, 'O_CLOEXEC', 0)
+        try:
+            if self.file is None:
+                self.file = os.open(self.path, flags, 0o600)
+        except OSError as exc:
+            raise StoreError('cannot open %s: %s' % (
+                self.path, os_reason(exc))) from exc
+        end = self.world.clock() + BUSY_TIMEOUT_MS / 1000
+        pause = 0.0005
+        while not self._take():
+            if self.world.clock() > end:
+                raise StoreError('the state database is busy: %s was held '
+                                 'for %d seconds' % (
+                                     self.path, BUSY_TIMEOUT_MS // 1000))
+            self.world.sleep(pause)
+            pause = min(pause * 2, 0.004)
+        return self
+
+    def _take(self):
+        try:
+            if os.name == 'nt':
+                import msvcrt
+                msvcrt.locking(self.file, msvcrt.LK_NBLCK, 1)
+            else:
+                import fcntl
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            return False
+
+    def __exit__(self, *exc):
+        if os.name == 'nt':
+            import msvcrt
+            msvcrt.locking(self.file, msvcrt.LK_UNLCK, 1)
+        else:
+            import fcntl
+            fcntl.flock(self.file, fcntl.LOCK_UN)
+
+    def close(self):
+        """Let go of the file itself."""
+        if self.file is not None:
+            os.close(self.file)
+            self.file = None
+
+
+# ==========================================================================
+# 15. store: preflight.db in the state directory. SQL stands nowhere else.
+#     Three things are kept apart: seen (server, tool), approved (launch,
+#     approved), decided (block, switch). Beside them activity and meta.
+# ==========================================================================
+
+SCHEMA = """
+create table meta(key text primary key, value) without rowid;
+create table server(id integer primary key, name text not null,
+  file text not null, launch text, state text not null default '',
+  cause text, detail text, since integer, observed_at integer,
+  listed_at integer, protocol text, era text, ttl integer, stderr text,
+  refused text, lease_at integer, lease_until integer, lease_launch text,
+  lease_owner text, unique(name, file));
+create table tool(server integer not null, name text not null,
+  listed integer not null, hash text not null, version integer not null,
+  hints text not null, flaw text not null, changes integer not null,
+  first_seen integer not null, last_seen integer not null,
+  primary key(server, name)) without rowid;
+create index tool_name on tool(name, server, listed);
+create table definition(hash text primary key, text text not null);
+create table launch(server text not null, digest text not null,
+  text text not null, how text not null, at integer not null,
+  baselined integer not null, primary key(server, digest)) without rowid;
+create table approved(server text not null, launch text not null,
+  name text not null, hash text not null, version integer not null,
+  hints text not null, at integer not null, how text not null,
+  primary key(server, launch, name)) without rowid;
+create table block(server text not null, name text not null,
+  at integer not null, primary key(server, name)) without rowid;
+create table switch(server text not null, file text not null,
+  key text not null, value integer not null, over integer not null,
+  at integer not null, primary key(server, file, key)) without rowid;
+create table activity(seq integer primary key, at integer not null,
+  request_id text not null, type text not null, status text not null,
+  body text not null, hash text not null);
+create index activity_at on activity(at);
+create index activity_request on activity(request_id);
+"""
+
+
+def store_error(exc, path):
+    """Translate an sqlite3 error into one sentence."""
+    text = str(exc)
+    if 'locked' in text or 'busy' in text:
+        return StoreError('the state database %s is busy' % path)
+    if 'malformed' in text or 'not a database' in text:
+        return StoreError(
+            'the state database %s is damaged: %s' % (path, text),
+            'Move it aside; the next sync starts a new one.')
+    if 'readonly' in text or 'unable to open' in text:
+        return StoreError('the state database %s cannot be written: %s'
+                          % (path, text))
+    return StoreError('the state database %s failed: %s' % (path, text))
+
+
+class Store:
+    """The state of one directory, through one connection.
+
+    `with store.write() as con` is one locked transaction that commits at
+    its end or rolls back; `with store.read() as con` is one snapshot.
+    Errors of SQLite come out as StoreError.
+    """
+
+    def __init__(self, home, world):
+        make_home(home)
+        self.home, self.world = home, world
+        self.path = os.path.join(home, 'preflight.db')
+        self.lock = FileLock(os.path.join(home, 'store.lock'), world)
+        self.con, self.is_checked = None, False
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.close()
+
+    def connect(self):
+        """Open the database, creating it where there is none."""
+        import sqlite3
+        if self.con is not None:
+            return self.con
+        try:
+            if not os.path.exists(self.path) or not os.path.getsize(
+                    self.path):
+                self._create()
+            self.con = self._open()
+        except sqlite3.Error as exc:
+            raise store_error(exc, self.path) from exc
+        except OSError as exc:
+            raise StoreError('cannot open %s: %s' % (
+                self.path, os_reason(exc))) from exc
+        return self.con
+
+    def _open(self):
+        import sqlite3
+        con = sqlite3.connect(self.path, isolation_level=None,
+                              timeout=BUSY_TIMEOUT_MS / 1000)
+        con.execute('pragma synchronous=full')
+        return con
+
+    def _create(self):
+        """Make the database once, though thirty processes may try.
+
+        The file is born 0600 (its journals take its mode), filled in one
+        transaction, and its directory synced: some SQLites never do.
+        """
+        with self.lock:
+            flags = os.O_RDWR | os.O_CREAT | getattr(os, 'O_CLOEXEC', 0)
+            os.close(os.open(self.path, flags, 0o600))
+            con = self._open()
+            try:
+                con.execute('begin immediate')
+                if not con.execute('select 1 from sqlite_master '
+                                   'limit 1').fetchone():
+                    for statement in SCHEMA.split(';'):
+                        con.execute(statement)
+                    con.executemany('insert into meta values(?, ?)', (
+                        ('schema', SCHEMA_VERSION), ('generation', 0)))
+                con.execute('commit')
+                if file_system_of(self.home) not in NETWORK_FILE_SYSTEMS:
+                    con.execute('pragma journal_mode=wal')
+            finally:
+                con.close()
+            if os.name != 'nt':
+                place = os.open(self.home, os.O_RDONLY)
+                try:
+                    os.fsync(place)
+                finally:
+                    os.close(place)
+
+    def check_schema(self):
+        """Refuse a database that another version of this file made."""
+        if self.is_checked:
+            return
+        row = self.con.execute("select value from meta where key='schema'"
+                               ).fetchone()
+        if row is None or row[0] != SCHEMA_VERSION:
+            raise StoreError('the state database %s has schema %s, this '
+                             'version reads %d' % (
+                                 self.path, row and row[0], SCHEMA_VERSION),
+                             'Use the newer preflight.py, or another --home.')
+        self.is_checked = True
+
+    def write(self):
+        """One locked transaction; see the class."""
+        return Transaction(self, True)
+
+    def read(self):
+        """One snapshot; see the class."""
+        return Transaction(self, False)
+
+    def close(self):
+        """Close under the lock: the last close is a checkpoint."""
+        import sqlite3
+        con, self.con = self.con, None
+        try:
+            if con is not None:
+                with self.lock:
+                    con.close()
+        except sqlite3.Error as exc:
+            raise store_error(exc, self.path) from exc
+        finally:
+            self.lock.close()
+
+
+class Transaction:
+    """What Store.write() and Store.read() enter."""
+
+    def __init__(self, store, is_write):
+        self.store, self.is_write = store, is_write
+
+    def __enter__(self):
+        import sqlite3
+        con = self.store.connect()
+        if self.is_write:
+            self.store.lock.__enter__()
+        try:
+            con.execute('begin immediate' if self.is_write else 'begin')
+            self.store.check_schema()
+        except BaseException as exc:
+            self._end('rollback')
+            if isinstance(exc, sqlite3.Error):
+                raise store_error(exc, self.store.path) from exc
+            raise
+        return con
+
+    def _end(self, verb):
+        try:
+            if self.store.con.in_transaction:
+                self.store.con.execute(verb)
+        finally:
+            if self.is_write:
+                self.store.lock.__exit__()
+
+    def __exit__(self, kind, exc, trace):
+        import sqlite3
+        try:
+            if exc is None:
+                try:
+                    self.store.con.execute('commit')
+                finally:
+                    self._end('rollback')
+            else:
+                self._end('rollback')
+        except sqlite3.Error as err:
+            raise store_error(err, self.store.path) from err
+        if isinstance(exc, sqlite3.Error):
+            raise store_error(exc, self.store.path) from exc
+
+
+def key_text(path):
+    """Make a path fit to be a key, whatever bytes its name holds."""
+    return path.encode('utf-8', 'backslashreplace').decode('utf-8')
+
+
+def bump_generation(con):
+    """Move the mark that says the state (not the audit) has changed."""
+    con.execute("update meta set value=value+1 where key='generation'")
+
+
+LINK_COLUMNS = ('launch, state, cause, detail, since, observed_at, '
+                'listed_at, protocol, era, ttl, stderr, refused, lease_at, '
+                'lease_until, lease_launch')
+
+
+def load_link(con, name, file):
+    """Load what is recorded of a server: (row id, owner, Connection)."""
+    row = con.execute('select id, lease_owner, %s from server where name=? '
+                      'and file=?' % LINK_COLUMNS,
+                      (name, key_text(file))).fetchone()
+    if row is None:
+        return None, None, None
+    link = Connection(*row[2:])
+    return row[0], row[1], link._replace(
+        refused=json.loads(link.refused or '{}'))
+
+
+def load_launches(con, name):
+    """Load the known launches of a server name, oldest first."""
+    return [Launch(*row[:4], baselined=bool(row[4])) for row in con.execute(
+        'select digest, text, how, at, baselined from launch where server=? '
+        'order by at, digest', (name,))]
+
+
+def load_switches(con, name, file):
+    """Load the operator's switches of a server: key -> Switch."""
+    return {key: Switch(bool(value), bool(over), at)
+            for key, value, over, at in con.execute(
+        'select key, value, over, at from switch where server=? and file=?',
+        (name, key_text(file)))}
+
+
+TOOL_QUERY = """
+select t.name, t.listed, t.hash, t.version, t.hints, t.flaw, t.first_seen,
+  t.last_seen, a.hash, a.version, a.hints, a.at, a.how, b.at
+from tool t left join approved a on a.server=:name and a.launch=:launch
+  and a.name=t.name left join block b on b.server=:name and b.name=t.name
+where t.server=:id"""
+
+
+def _tool(name, row):
+    approved = Approval(row[8], row[9], json.loads(row[10]), row[11],
+                        row[12]) if row[8] is not None else None
+    return Tool(name, row[0], bool(row[1]), row[2], row[3],
+                json.loads(row[4]), row[5], approved, row[13], row[6],
+                row[7])
+
+
+def load_tools(con, server_id, name, launch, only=None):
+    """Load the tools of one server row: name -> Tool, gone ones too.
+
+    only: one tool name, or None for all.
+    """
+    query, given = TOOL_QUERY, {'id': server_id, 'name': name,
+                                'launch': launch, 'only': only}
+    if only is not None:
+        query += ' and t.name=:only'
+    return {row[0]: _tool(name, row) for row in con.execute(query, given)}
+
+
+def load_approved(con, name, launch):
+    """Load approvals without their tools: name -> Approval."""
+    return {row[0]: Approval(row[1], row[2], json.loads(row[3]), *row[4:])
+            for row in con.execute(
+        'select name, hash, version, hints, at, how from approved where '
+        'server=? and launch=?', (name, launch))}
+
+
+def load_definition(con, digest):
+    """Load a canonical definition by its hash, '' when there is none."""
+    row = con.execute('select text from definition where hash=?',
+                      (digest,)).fetchone()
+    return row[0] if row else ''
+
+
+def load_changes(con, server_id, name):
+    """Load how often a tool's definition moved between two looks."""
+    row = con.execute('select changes from tool where server=? and name=?',
+                      (server_id, name)).fetchone()
+    return row[0] if row else 0
+
+
+def load_listed_names(con, server_id, limit):
+    """Load the names a server lists, in order, at most limit."""
+    return [row[0] for row in con.execute(
+        'select name from tool where server=? and listed=1 order by name '
+        'limit ?', (server_id, limit))]
+
+
+def count_listed(con, server_id):
+    """Count the tools that a server lists."""
+    return con.execute('select count(*) from tool where server=? and '
+                       'listed=1', (server_id,)).fetchone()[0]
+
+
+def load_names_like(con, server_id, word, limit=150):
+    """Shortlist a big server's names for difflib, which is slow.
+
+    Of the names within 2 of the word's length, those that hold the most of
+    its four quarters.
+    """
+    row = con.execute(
+        'select group_concat(name, char(10)) from tool where server=? and '
+        'listed=1 and length(name) between ? and ?',
+        (server_id, len(word) - 2, len(word) + 2)).fetchone()
+    names = row[0].split('\n') if row[0] else []
+    step = max(1, -(-len(word) // 4))
+    parts = [word[n:n + step] for n in range(0, len(word), step)]
+    names.sort(key=lambda name: -sum(part in name for part in parts))
+    return names[:limit]
+
+
+def load_homes_of(con, tool, limit=200):
+    """Load the (server name, file) pairs that list a tool of this name."""
+    return con.execute(
+        'select s.name, s.file from tool t join server s on s.id=t.server '
+        'where t.name=? and t.listed=1 order by s.name limit ?',
+        (tool, limit)).fetchall()
+
+
+def take_lease(con, name, file, lease):
+    """Mark a server as being looked at; returns its row id.
+
+    lease: (start, end, launch digest, owner).
+    """
+    con.execute('insert or ignore into server(name, file) values(?, ?)',
+                (name, key_text(file)))
+    con.execute('update server set lease_at=?, lease_until=?, '
+                'lease_launch=?, lease_owner=? where name=? and file=?',
+                tuple(lease) + (name, key_text(file)))
+    bump_generation(con)
+
+
+def drop_lease(con, name, file, owner):
+    """Give a lease back, if it is still the owner's."""
+    con.execute('update server set lease_at=null, lease_until=null, '
+                'lease_launch=null, lease_owner=null where name=? and '
+                'file=? and lease_owner=?', (name, key_text(file), owner))
+    bump_generation(con)
+
+
+def save_link(con, server_id, link):
+    """Save a completed look at a server and end its lease."""
+    con.execute('update server set launch=?, state=?, cause=?, detail=?, '
+                'since=?, observed_at=?, listed_at=?, protocol=?, era=?, '
+                'ttl=?, stderr=?, refused=?, lease_at=null, lease_until='
+                'null, lease_launch=null, lease_owner=null where id=?',
+                link[:11] + (canonical(link.refused), server_id))
+    bump_generation(con)
+
+
+def save_tools(con, server_id, rows, gone, now):
+    """Replace a server's list: rows are Definitions, gone are names."""
+    con.executemany('insert or ignore into definition values(?, ?)',
+                    [(t.hash, t.text) for t in rows if t.hash])
+    con.executemany('update tool set listed=0 where server=? and name=?',
+                    [(server_id, name) for name in gone])
+    for tool in rows:
+        given = {'hash': tool.hash, 'version': HASH_VERSION, 'now': now,
+                 'hints': canonical(tool.hints), 'flaw': tool.flaw,
+                 'server': server_id, 'name': tool.name}
+        done = con.execute(
+            'update tool set changes=changes+(hash<>:hash), listed=1, '
+            'hash=:hash, version=:version, hints=:hints, flaw=:flaw, '
+            'last_seen=:now where server=:server and name=:name', given)
+        if not done.rowcount:
+            con.execute('insert into tool values(:server, :name, 1, :hash, '
+                        ':version, :hints, :flaw, 0, :now, :now)', given)
+
+
+def forget_list(con, server_id):
+    """Unlist every tool: another launch's list is not this one's."""
+    con.execute('update tool set listed=0 where server=?', (server_id,))
+
+
+def save_approvals(con, name, launch, tools, how):
+    """Make definitions the approved ones; how: (word, instant)."""
+    con.executemany(
+        'insert or replace into approved values(?, ?, ?, ?, ?, ?, ?, ?)',
+        [(name, launch, tool.name, tool.hash, HASH_VERSION,
+          canonical(tool.hints), how[1], how[0]) for tool in tools])
+    bump_generation(con)
+
+
+def save_launch(con, name, launch):
+    """Make a Launch known for a server name."""
+    con.execute('insert or replace into launch values(?, ?, ?, ?, ?, ?)', (
+        name, launch.digest, key_text(launch.text), launch.how, launch.at,
+        int(launch.baselined)))
+    bump_generation(con)
+
+
+def copy_approvals(con, name, old, new, now):
+    """Carry the approvals of one launch over to another; how many."""
+    done = con.execute(
+        "insert or ignore into approved select server, ?, name, hash, "
+        "version, hints, ?, 'carried' from approved where server=? and "
+        'launch=?', (new, now, name, old))
+    bump_generation(con)
+    return done.rowcount
+
+
+def save_block(con, name, tool, at):
+    """Block a tool by name, or unblock it when at is None."""
+    if at is None:
+        con.execute('delete from block where server=? and name=?',
+                    (name, tool))
+    else:
+        con.execute('insert or ignore into block values(?, ?, ?)',
+                    (name, tool, at))
+    bump_generation(con)
+
+
+def load_blocks(con, name):
+    """Load the blocked tool names of a server: name -> since."""
+    return dict(con.execute('select name, at from block where server=?',
+                            (name,)).fetchall())
+
+
+def save_switch(con, name, file, key, switch):
+    """Set an operator's switch, or drop it when switch is None."""
+    where = (name, key_text(file), key)
+    if switch is None:
+        con.execute('delete from switch where server=? and file=? and '
+                    'key=?', where)
+    else:
+        con.execute('insert or replace into switch values(?, ?, ?, ?, ?, ?)',
+                    where + (int(switch.value), int(switch.over), switch.at))
+    bump_generation(con)
+
+
+def load_last_record(con):
+    """Load (seq, hash) of the newest audit record, (0, '') for none."""
+    row = con.execute('select seq, hash from activity order by seq desc '
+                      'limit 1').fetchone()
+    return row or (0, '')
+
+
+def save_record(con, row):
+    """Append an audit row: seq, at, request_id, type, status, body, hash."""
+    con.execute('insert into activity values(?, ?, ?, ?, ?, ?, ?)', row)
+
+
+def load_records(con, after=0):
+    """Iterate over audit rows in order, as save_record takes them."""
+    return con.execute('select seq, at, request_id, type, status, body, '
+                       'hash from activity where seq>? order by seq',
+                       (after,))
+
+
+def load_record(con, seq):
+    """Load one audit body by its place, None when it is not there."""
+    row = con.execute('select body from activity where seq=?',
+                      (seq,)).fetchone()
+    return row[0] if row else None
+
+
+def find_records(con, filters, limit, offset):
+    """Find audit bodies, newest first: (total, bodies).
+
+    filters: type, status, request_id, since, until (instants), each or
+    None.
+    """
+    tests = {'type': 'type=:type', 'status': 'status=:status',
+             'request_id': 'request_id=:request_id', 'since': 'at>=:since',
+             'until': 'at<:until'}
+    on = [tests[key] for key in tests if filters.get(key) is not None]
+    where = ' where ' + ' and '.join(on) if on else ''
+    given = dict(filters, limit=limit, offset=offset)
+    total = con.execute('select count(*) from activity' + where,
+                        given).fetchone()[0]
+    rows = con.execute('select body from activity%s order by seq desc limit '
+                       ':limit offset :offset' % where, given)
+    return total, [row[0] for row in rows]
+
+
+def load_oldest(con, limit):
+    """Load (seq, at, hash) of the oldest audit rows, at most limit."""
+    return con.execute('select seq, at, hash from activity order by seq '
+                       'limit ?', (limit,)).fetchall()
+
+
+def delete_records(con, last):
+    """Remove the audit rows up to a place."""
+    con.execute('delete from activity where seq<=?', (last,))
+
+
+# ==========================================================================
+# 16. audit (contract 8): a chain of SHA-256, one record per executed check
+# ==========================================================================
+
+PRUNE_STEP = 2000
+
+
+def append_record(con, record):
+    """Append a Record to the chain inside the caller's transaction.
+
+    Returns its id, which sorts by time and names its place. The body is
+    ASCII before it is bound: no foreign character can sink a transaction.
+    """
+    last, before = load_last_record(con)
+    seq = last + 1
+    name = '%012x-%08x' % (record.at, seq)
+    body = json.dumps({
+        'id': name, 'type': record.type, 'source': record.source,
+        'timestamp': format_time(record.at),
+        'request_id': record.request_id, 'actor': record.actor,
+        'status': record.status, 'metadata': record.metadata},
+        separators=(',', ':'))
+    save_record(con, (seq, record.at, record.request_id, record.type,
+                      record.status, body, sha256(before + body)))
+    return name
+
+
+def check_record(report, caller, at, source='cli'):
+    """Make the record of one executed check: ids and codes only."""
+    counts, per_tool = {}, []
+    for answer in report.answers:
+        row = {'id': answer.id, 'status': answer.status}
+        if answer.reason:
+            counts[answer.reason] = counts.get(answer.reason, 0) + 1
+            row['reason'] = answer.reason
+        per_tool.append(row)
+    return Record('preflight', source, at, report.request_id, caller.actor,
+                  'success' if report.verdict == READY else 'blocked',
+                  {'verdict': report.verdict,
+                   'ids_count': len(report.answers), 'reasons': counts,
+                   'per_tool': per_tool})
+
+
+def _row_fault(row, before):
+    """Say what is wrong with one row of the chain, '' for nothing."""
+    seq, at, request_id, kind, status, body, digest = row
+    if digest != sha256(before + body):
+        return 'was edited, or a record before it was removed'
+    try:
+        data = json.loads(body)
+        told = (data['id'], data['request_id'], data['type'], data['status'])
+    except (ValueError, KeyError, TypeError):
+        return 'cannot be read'
+    if told != ('%012x-%08x' % (at, seq), request_id, kind, status):
+        return 'has columns that differ from its text'
+    return ''
+
+
+def verify_chain(con, expected=''):
+    """Check every record: a dict with ok, records, head and problems.
+
+    expected: a head noted earlier, which must still stand in the chain;
+    that is how a cut tail shows.
+    """
+    rows, problems, anchors = 0, [], {}
+    first, before, heads = None, None, set()
+    for row in load_records(con):
+        rows += 1
+        if before is None:
+            first, before = row[0], _hash_before(con, row[0])
+            if before is None:
+                problems.append('the first record left is %d, and no prune '
+                                'record accounts for those before it' % first)
+                before = row[6] if _row_fault(row, '') else ''
+        elif row[0] != last + 1:
+            problems.append('records %d to %d are missing' % (
+                last + 1, row[0] - 1))
+        fault = _row_fault(row, before)
+        if fault and not (row[0] == first and problems):
+            problems.append('record %d %s' % (row[0], fault))
+        last, before = row[0], row[6]
+        heads.add(row[6])
+        if row[3] == 'prune':
+            anchors[row[0]] = row
+    heads.update(json.loads(row[5])['metadata'].get('last_hash')
+                 for row in anchors.values())
+    if expected and expected not in heads:
+        problems.append('the head %s is not in the chain: its end was cut '
+                        'off or rewritten' % expected)
+    return {'ok': not problems, 'records': rows, 'head': before or '',
+            'problems': problems}
+
+
+def _hash_before(con, first):
+    """Find the hash that the oldest record left builds on, or None."""
+    if first == 1:
+        return ''
+    for body in find_records(con, {'type': 'prune'}, 1000, 0)[1]:
+        data = json.loads(body)['metadata']
+        if data.get('last_seq') == first - 1:
+            return data.get('last_hash')
+    return None
+
+
+def prune_records(store, before, actor):
+    """Remove records older than an instant, oldest first; how many.
+
+    In small steps, each of which leaves a record with the last removed
+    hash, so that the chain can still be verified. Never by the gate.
+    """
+    removed = 0
+    while True:
+        with store.write() as con:
+            old = []
+            for seq, at, digest in load_oldest(con, PRUNE_STEP):
+                if at >= before:
+                    break
+                old.append((seq, digest))
+            if not old:
+                return removed
+            last_seq, last_hash = old[-1]
+            append_record(con, Record(
+                'prune', 'cli', store.world.now(), '', actor, 'success',
+                {'action': 'pruned', 'removed': len(old),
+                 'last_seq': last_seq, 'last_hash': last_hash}))
+            delete_records(con, last_seq)
+            removed += len(old)
+        if len(old) < PRUNE_STEP:
+            return removed
+
+
+# ==========================================================================
+# 17. links: carry bytes between us and one server, under deadlines
+# ==========================================================================
+
+
+def find_command(command, base, env):
+    """Resolve a command as the config's author meant it.
+
+    With a slash it is relative to base, else it is looked up in the PATH of
+    the server's own environment. Raises UpstreamError command_not_found.
+    """
+    import shutil
+    if '/' in command or os.sep in command:
+        path = os.path.join(base, command)
+        if not os.path.exists(path):
+            raise UpstreamError('command_not_found', 'command %s not found'
+                                % path)
+        if os.path.isdir(path) or not os.access(path, os.X_OK):
+            raise UpstreamError('command_not_found', 'command %s is not '
+                                'executable' % path)
+        return path
+    found = shutil.which(command, path=env.get('PATH', os.defpath))
+    if not found:
+        raise UpstreamError(
+            'command_not_found', "command '%s' not found; PATH was %s; give "
+            'an absolute path or set env.PATH' % (command, env.get('PATH')))
+    return found
+
+
+class ChildLink:
+    """A server that is our child process, one JSON message a line.
+
+    stdout and stderr are read in one selector against an absolute deadline
+    (monotonic seconds), so that dribbling cannot extend it; stderr is
+    drained and only its tail kept. close() leaves no process behind.
+    """
+
+    def __init__(self, argv, cwd, env, world):
+        self.argv, self.cwd, self.env, self.world = argv, cwd, env, world
+        self.child, self.selector = None, None
+        self.lines = []         # complete lines not yet taken
+        self.partial = []       # chunks of the line that is not complete
+        self.size = 0           # bytes in partial
+        self.outgoing = b''     # what stdin did not take yet
+        self.tail = b''         # the end of stderr
+        self.open_pipes = set()
+
+    def open(self):
+        """Start the server in a session, and so a process group, of its own.
+
+        Raises UpstreamError when it cannot be started.
+        """
+        import selectors
+        import subprocess
+        if os.name == 'nt':
+            raise UpstreamError('protocol', 'this version starts no servers '
+                                'on Windows')
+        if not os.path.isdir(self.cwd):
+            raise UpstreamError('command_not_found', 'the directory %s to '
+                                'start it in is not there' % self.cwd)
+        try:
+            self.child = subprocess.Popen(
+                self.argv, cwd=self.cwd, env=self.env, bufsize=0,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, start_new_session=True)
+        except (OSError, ValueError) as exc:
+            why = os_reason(exc) if isinstance(exc, OSError) else str(exc)
+            raise UpstreamError('command_not_found', 'command %s cannot be '
+                                'started: %s' % (self.argv[0], why)) from exc
+        self.selector = selectors.DefaultSelector()
+        for pipe in (self.child.stdin, self.child.stdout,
+                     self.child.stderr):
+            os.set_blocking(pipe.fileno(), False)
+        for pipe in (self.child.stdout, self.child.stderr):
+            self.selector.register(pipe, selectors.EVENT_READ)
+            self.open_pipes.add(pipe)
+
+    def send(self, data):
+        """Queue bytes for the server; what blocks is sent while reading."""
+        self.outgoing += data
+        self._write()
+
+    def _write(self):
+        import selectors
+        pipe = self.child.stdin
+        if pipe.closed:
+            return
+        try:
+            while self.outgoing:
+                done = os.write(pipe.fileno(), self.outgoing)
+                self.outgoing = self.outgoing[done:]
+        except BlockingIOError:
+            if pipe not in self.selector.get_map():
+                self.selector.register(pipe, selectors.EVENT_WRITE)
+            return
+        except OSError:         # the server is gone; reading will tell
+            self.outgoing = b''
+        if pipe in self.selector.get_map():
+            self.selector.unregister(pipe)
+
+    def pump(self, seconds):
+        """Move bytes for at most so long; returns whether any came."""
+        moved = False
+        for key, _ in self.selector.select(seconds):
+            pipe = key.fileobj
+            if pipe is self.child.stdin:
+                self._write()
+                continue
+            try:
+                chunk = os.read(pipe.fileno(), 1 << 16)
+            except BlockingIOError:
+                continue
+            except OSError:
+                chunk = b''
+            moved = True
+            if not chunk:
+                self.selector.unregister(pipe)
+                self.open_pipes.discard(pipe)
+            elif pipe is self.child.stderr:
+                self.tail = (self.tail + chunk)[-STDERR_TAIL_BYTES:]
+            else:
+                self._feed(chunk)
+        return moved
+
+    def _feed(self, chunk):
+        pieces = chunk.split(b'\n')
+        for piece in pieces[:-1]:
+            self.partial.append(piece)
+            self.lines.append(b''.join(self.partial))
+            self.partial, self.size = [], 0
+        self.partial.append(pieces[-1])
+        self.size += len(pieces[-1])
+        if self.size > MAX_MESSAGE_BYTES:
+            raise UpstreamError('protocol', 'a message is larger than %d '
+                                'bytes' % MAX_MESSAGE_BYTES)
+
+    def receive(self, deadline):
+        """Give the next line, or None once the deadline has passed.
+
+        Raises UpstreamError exited when the server is gone, Interrupted
+        when this run is asked to stop.
+        """
+        while True:
+            if self.lines:
+                return self.lines.pop(0)
+            if self.world.stop:
+                raise Interrupted(self.world.stop[0])
+            left = deadline - self.world.clock()
+            if left <= 0:
+                return None
+            moved = self.pump(min(left, 0.05))
+            if not moved and not self.lines and (
+                    self.child.stdout not in self.open_pipes
+                    or self.is_dead()):
+                self._raise_exit()
+
+    def _raise_exit(self):
+        end = self.world.clock() + 0.3
+        while (self.child.stderr in self.open_pipes
+               and self.world.clock() < end and self.pump(0.05)):
+            pass
+        if not self.is_dead():
+            self._wait_dead(0.3)
+        raise UpstreamError('exited', self._exit_text())
+
+    def _exit_text(self):
+        code = self._exit_code()
+        if code is None:
+            return 'closed its output'
+        if code < 0:
+            return 'killed by signal %d' % -code
+        return 'exited with code %d' % code
+
+    def is_dead(self):
+        """Tell whether the server itself has ended, without reaping it.
+
+        Its pid is the group's id: reaped, it could be given to another.
+        """
+        return self._exit_code() is not None
+
+    def _exit_code(self):
+        if self.child.returncode is not None or not hasattr(os, 'waitid'):
+            return self.child.poll()
+        try:
+            found = os.waitid(os.P_PID, self.child.pid, os.WEXITED
+                              | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return self.child.poll()
+        if found is None:
+            return None
+        return (found.si_status if found.si_code == os.CLD_EXITED
+                else -found.si_status)
+
+    def _wait_dead(self, seconds):
+        end = self.world.clock() + seconds
+        while not self.is_dead():
+            if self.world.clock() > end:
+                return False
+            if self.selector.get_map():
+                self.pump(0.01)
+                del self.lines[:], self.partial[:]
+                self.size = 0
+            else:
+                self.world.sleep(0.01)
+        return True
+
+    def close(self):
+        """End the server: end of input, TERM, KILL, each with a grace.
+
+        The signals go to its group, so grandchildren end too, and only then
+        is it reaped. We never wait for the end of its output: a grandchild
+        may hold that open.
+        """
+        import signal
+        if self.child is None:
+            return
+        grace = GRACE_MS / 1000
+        if self.child.stdin in self.selector.get_map():
+            self.selector.unregister(self.child.stdin)
+        self.child.stdin.close()
+        is_polite = self._wait_dead(grace)
+        self._signal(signal.SIGTERM)
+        if not is_polite:
+            self._wait_dead(grace)
+        elif self.open_pipes:
+            self._drain(0.2)    # grandchildren get a moment, too
+        self._signal(signal.SIGKILL)
+        self.child.wait()
+        self.selector.close()
+        self.child.stdout.close()
+        self.child.stderr.close()
+        self.child = None
+
+    def _drain(self, seconds):
+        end = self.world.clock() + seconds
+        while self.open_pipes and self.world.clock() < end:
+            self.pump(0.02)
+            del self.lines[:], self.partial[:]
+            self.size = 0
+
+    def _signal(self, number):
+        try:
+            os.killpg(self.child.pid, number)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+# ==========================================================================
+# 18. sync: the one thing that looks at servers (contract 9, 10)
+# ==========================================================================
+
+
+class Dialogue:
+    """Drives one conversation of section 8 over one link.
+
+    opening, ending: monotonic deadlines of the first reply and of all.
+    """
+
+    def __init__(self, link, server, opening, ending):
+        self.link, self.server = link, server
+        self.opening, self.ending = opening, ending
+        self.start = link.world.clock()
+        self.number = 0         # of the request that is waited for
+        self.noise = 0          # lines that were not messages
+        self.noise_bytes = 0
+        self.is_list_changed = False
+        self.is_open = False    # a first reply has come
+
+    def run(self, era):
+        """Converse to the end: the Listing. Raises UpstreamError."""
+        steps, reply = explore(era, self.server.client), None
+        try:
+            while True:
+                step = steps.send(reply)
+                reply = self._do(step)
+        except StopIteration as end:
+            return end.value
+        finally:
+            steps.close()
+
+    def _do(self, step):
+        if step.params == TELL:
+            return self.link.send(encode_message({'method': step.method}))
+        if step.params == SETTLE:
+            return self._settle()
+        self.number += 1
+        if step.method == 'tools/list' and 'cursor' not in step.params:
+            self.is_list_changed = False
+        self.link.send(encode_message({
+            'id': self.number, 'method': step.method,
+            'params': step.params}))
+        deadline = self.ending if self.is_open else self.opening
+        while True:
+            message = self._next(deadline)
+            if message is None:
+                spent = self.link.world.clock() - self.start
+                raise UpstreamError('timeout', 'no answer to %s within %s' % (
+                    step.method, format_duration(int(spent * 1000))))
+            if is_reply_to(message, self.number):
+                self.is_open = True
+                return message
+
+    def _next(self, deadline):
+        """Give the next message; requests of the server are answered."""
+        line = self.link.receive(deadline)
+        while line is not None:
+            message = decode_line(line, self.number)
+            if message is not None:
+                if message.get('method') == \
+                        'notifications/tools/list_changed':
+                    self.is_list_changed = True
+                reply = answer_request(message, self.server.client,
+                                       self.server.base)
+                if reply:
+                    self.link.send(encode_message(reply))
+                return message
+            self._count_noise(line)
+            line = self.link.receive(deadline)
+        return None
+
+    def _count_noise(self, line):
+        self.noise += 1
+        self.noise_bytes += len(line)
+        if not self.is_open and (self.noise > MAX_NOISE_LINES
+                                 or self.noise_bytes > MAX_NOISE_BYTES):
+            raise UpstreamError('protocol', '%s on stdout and no message'
+                                % plural(self.noise, 'non-protocol line'))
+
+    def _settle(self):
+        """After a list_changed: wait until it is quiet, list once more."""
+        if not self.is_list_changed:
+            return False
+        quiet, now = QUIET_MS / 1000, self.link.world.clock()
+        end = min(self.ending, now + 10 * quiet)
+        while self._next(min(end, self.link.world.clock() + quiet)):
+            pass
+        return True
+
+
+def _child_link(server, environ, world):
+    env = child_environment(server, environ)
+    base = server.base
+    cwd = os.path.join(base, server.cwd) if server.cwd else base
+    if server.cwd and server.cwd[:2] == '~/' and (
+            server.dialect == 'preflight'):
+        cwd = os.path.join(environ.get('HOME', ''), server.cwd[2:])
+    command = find_command(server.command, base, env)
+    return ChildLink([command] + list(server.args), cwd, env, world)
+
+
+def _failure(exc, link, secrets):
+    """Word a failure, with the last line a dying server wrote."""
+    tail = link.tail.decode('utf-8', 'replace') if link else ''
+    detail = str(exc)
+    lines = [line.strip() for line in tail.splitlines() if line.strip()]
+    if exc.cause in ('exited', 'timeout') and lines:
+        detail += '; last stderr: ' + lines[-1][:300]
+    return Observation('error', exc.cause, redact(detail, secrets), None,
+                       None, 0, None, {}, [], redact(tail, secrets))
+
+
+def secrets_of(server):
+    """List the expanded values that must never be shown."""
+    texts = list(server.env.values()) + list(server.headers.values())
+    words = [text.split(' ')[-1] for text in texts if text]
+    plain = [server.env.get(name) for name in launch_value(server)['env']]
+    return [word for word in set(words) - set(plain) if len(word) >= 4]
+
+
+def _observation(listing, dialogue, link, secrets):
+    tools, warnings = read_tools(listing.tools)
+    if dialogue.noise:
+        warnings.insert(0, '%s on stdout' % plural(
+            dialogue.noise, 'non-protocol line'))
+    refused = {tool.name: tool.flaw for tool in tools
+               if tool.flaw.startswith('definition refused')}
+    tail = redact(link.tail.decode('utf-8', 'replace'), secrets)
+    return Observation('ready', '', '', listing.protocol, listing.era,
+                       listing.ttl, tools, refused, warnings, tail)
+
+
+def observe_server(server, era, deadlines, world):
+    """Look at one server: an Observation, whatever happens to it.
+
+    deadlines: seconds on the monotonic clock by which the first reply must
+    be there, and the list complete. What is started is ended before this
+    returns. A server that dies on the first message of one era is started
+    once more with the other's.
+    """
+    plain, missing = expand_server(server, world.env)
+    if missing:
+        return Observation(
+            'error', 'unresolved', '%s has no value' % ', '.join(missing)
+            if len(missing) == 1 else '%s have no value' % ', '.join(missing),
+            None, None, 0, None, {}, [], '')
+    if server.transport != 'stdio':
+        return Observation(
+            'error', 'protocol', 'this version looks at stdio servers only',
+            None, None, 0, None, {}, [], '')
+    first = None
+    for attempt in (era or 'handshake', 'modern'):
+        seen, is_early_death = _look_once(plain, attempt, deadlines, world)
+        if first is None:
+            first = seen
+        if not is_early_death or attempt == 'modern':
+            break
+    return seen if seen.state == 'ready' else first
+
+
+def _look_once(server, era, deadlines, world):
+    link, dialogue, secrets = None, None, secrets_of(server)
+    try:
+        link = _child_link(server, world.env, world)
+        dialogue = Dialogue(link, server, *deadlines)
+        link.open()
+        listing = dialogue.run(era)
+        return _observation(listing, dialogue, link, secrets), False
+    except UpstreamError as exc:
+        is_early = exc.cause == 'exited' and not dialogue.is_open
+        if exc.cause == 'exited':
+            exc.args = ('%s %s' % (exc, 'before initialize' if is_early
+                                   else 'before its list was complete'),)
+        return _failure(exc, link, secrets), is_early
+    finally:
+        if link:
+            link.close()
+
+
+def load_known(con, config, name):
+    """Load one server as the gates see it: (Known, row id)."""
+    server, why = look_up(config, name)
+    if server is None:
+        return Known(None, why, '', '', None, '', ''), None
+    digest = launch_digest(server)
+    row_id, _, link = load_link(con, name, server.file)
+    switches = load_switches(con, name, server.file)
+    launches = load_launches(con, name)
+    seen_under = link.launch if link else None
+    note = 'its launch is new' if not launches else 'its launch is known'
+    return Known(
+        server, '', disabled_fact(server, switches.get('enabled')),
+        quarantine_fact(server, switches.get('quarantined'), launches,
+                        config.settings, seen_under),
+        _link_of(link, digest), digest, note), row_id
+
+
+def _link_of(link, digest):
+    """Cut a record down to what counts under the configured launch."""
+    if link is None:
+        return None
+    if link.launch != digest:
+        link = Connection(*[None] * len(link._fields))._replace(
+            launch=digest, state='', refused={}, lease_at=link.lease_at,
+            lease_until=link.lease_until, lease_launch=link.lease_launch)
+    if link.lease_launch != digest:
+        link = link._replace(lease_at=None, lease_until=None)
+    return link
+
+
+Row = namedtuple('Row', 'server state cause detail tools added changed '
+                        'vanished baseline ms notes')
+Row.__doc__ = """What a sync says of one server. baseline: True when its
+list was trusted on first use; notes: sentences for the operator."""
+
+
+def _row(name, state, cause='', detail='', tools=0):
+    return Row(name, state, cause, detail, tools, [], [], [], False, 0, [])
+
+
+class Round:
+    """One run of sync: leases, looks side by side, results.
+
+    Only the main thread touches the store; a worker looks at one server and
+    hands back an Observation.
+    """
+
+    def __init__(self, store, config, limit, progress):
+        import queue
+        self.store, self.world = store, store.world
+        self.config, self.limit = config, limit
+        self.progress = progress        # called with (done, all, names)
+        self.owner = self.world.random(8).hex()
+        self.results = queue.Queue()
+        self.rows = {}          # name -> Row
+        self.running = {}       # name -> (thread, start, Known)
+        self.waiting = []       # Servers still to be looked at
+        self.foreign = {}       # name -> (Server, lease_at, owner)
+
+    def run(self, servers):
+        """Look at all of them: Rows in the order asked for.
+
+        Raises Interrupted once every child is gone and every lease given
+        back.
+        """
+        self.waiting = list(servers)
+        try:
+            while self.waiting or self.running or self.foreign:
+                if self.world.stop:
+                    raise Interrupted(self.world.stop[0])
+                self._start_some()
+                self._collect(0.05)
+                self._watch_foreign()
+                self.progress(len(self.rows), len(servers),
+                              sorted(self.running))
+        finally:
+            self._end()
+        return [self.rows[server.name] for server in servers]
+
+    def _end(self):
+        for thread, _, _ in self.running.values():
+            thread.join()
+        if self.running:
+            with self.store.write() as con:
+                for name, (_, _, known) in self.running.items():
+                    drop_lease(con, name, known.server.file, self.owner)
+
+    def _start_some(self):
+        for server in list(self.waiting):
+            if len(self.running) >= MAX_SIDE_BY_SIDE:
+                return
+            self.waiting.remove(server)
+            self._start(server)
+
+    def _start(self, server):
+        import threading
+        name, now = server.name, self.world.now()
+        opening = self.limit or server.start_timeout
+        span = self.limit or opening + server.request_timeout
+        with self.store.write() as con:
+            known, row_id = load_known(con, self.config, name)
+            _drop_dead_switches(con, known.server, self._note)
+            owner, link = load_link(con, name, server.file)[1:]
+            if known.disabled or known.quarantined:
+                state = 'disabled' if known.disabled else 'quarantined'
+                self.rows[name] = _row(name, state, '', known.disabled
+                                       or known.quarantined)
+                return
+            if link and owner != self.owner and is_lease_running(link, now):
+                self.foreign[name] = (server, link.lease_at, owner)
+                return
+            take_lease(con, name, server.file, (
+                now, now + span + LEASE_GRACE_MS, known.launch, self.owner))
+        era = known.connection.era if known.connection else None
+        start = self.world.clock()
+        thread = threading.Thread(target=self._work, args=(
+            known.server, era, (start + opening / 1000,
+                                start + span / 1000)))
+        self.running[name] = (thread, start, known)
+        thread.start()
+
+    def _note(self, text):
+        self.world.tell(text)
+
+    def _work(self, server, era, deadlines):
+        try:
+            seen = observe_server(server, era, deadlines, self.world)
+        except Interrupted:
+            seen = None
+        except Exception as exc:    # one server must not cost the others
+            seen = Observation('error', 'protocol', 'internal error: %r'
+                               % exc, None, None, 0, None, {}, [], '')
+        self.results.put((server.name, seen))
+
+    def _collect(self, seconds):
+        import queue
+        try:
+            name, seen = self.results.get(timeout=seconds)
+        except queue.Empty:
+            return
+        thread, start, known = self.running[name]
+        if seen is None:
+            return
+        thread.join()
+        row = save_observation(self.store, self.config, known, seen)
+        del self.running[name]
+        spent = int((self.world.clock() - start) * 1000)
+        self.rows[name] = row._replace(ms=spent)
+        self.world.sleep(COMMIT_PAUSE_MS / 1000)
+
+    def _watch_foreign(self):
+        """Take the result of another's look, or look where it had none."""
+        for name, (server, lease_at, owner) in list(self.foreign.items()):
+            with self.store.read() as con:
+                known, row_id = load_known(con, self.config, name)
+                holder, link = load_link(con, name, server.file)[1:]
+                count = count_listed(con, row_id)
+            if holder == owner and is_lease_running(link, self.world.now()):
+                continue
+            del self.foreign[name]
+            link = known.connection
+            if link.observed_at is not None and link.observed_at >= lease_at:
+                self.rows[name] = _row(name, link.state, link.cause or '',
+                                       link.detail or '', count)
+            else:
+                self.waiting.append(server)
+
+
+def _drop_dead_switches(con, server, note):
+    """Drop switches whose config value has changed since, and say so."""
+    values = {'enabled': server.enabled, 'quarantined': server.quarantined}
+    for key, switch in load_switches(con, server.name, server.file).items():
+        if switch.over != values[key]:
+            save_switch(con, server.name, server.file, key, None)
+            note('%s: %s is now %s in the config, which ends the switch set '
+                 'by hand' % (server.name, key, json.dumps(values[key])))
+
+
+def save_observation(store, config, known, seen):
+    """Write what was seen of a server: its Row.
+
+    What it is compared with is read inside the same transaction, so an
+    approval that came meanwhile is not undone.
+    """
+    server, now = known.server, store.world.now()
+    with store.write() as con:
+        row_id, link_owner, link = load_link(con, server.name, server.file)
+        before = _tools_before(con, row_id, known, link)
+        launches = load_launches(con, server.name)
+        is_first = is_baseline(known.launch, launches)
+        fact = quarantine_fact(server, None, launches, config.settings, None)
+        if fact and not server.quarantined:     # decided while we looked
+            drop_lease(con, server.name, server.file, link_owner)
+            return _row(server.name, 'quarantined', '', fact)
+        plan = plan_sync(before, seen, is_first, server.trust_mode)
+        is_same = (link.launch == known.launch and link.state == plan.state)
+        is_listed = plan.rows is not None
+        kept = link if link.launch == known.launch else link._replace(
+            listed_at=None, refused={}, protocol=None, era=None, ttl=0)
+        if link.launch != known.launch and row_id:
+            forget_list(con, row_id)
+        save_link(con, row_id, kept._replace(
+            launch=known.launch, state=plan.state, cause=plan.cause,
+            detail=plan.detail[:1000], observed_at=now, stderr=seen.stderr,
+            since=link.since if is_same else now,
+            listed_at=now if is_listed else kept.listed_at,
+            protocol=seen.protocol or kept.protocol,
+            era=seen.era or kept.era,
+            ttl=seen.ttl if is_listed else kept.ttl,
+            refused=seen.refused if is_listed else kept.refused))
+        if is_listed:
+            save_tools(con, row_id, plan.rows, plan.gone, now)
+            _save_trust(con, known, plan, launches, now)
+        row = _row_of(con, row_id, known, plan, seen)
+        _record_sync(con, row, is_same, now, store.world)
+    return row
+
+
+def _tools_before(con, row_id, known, link):
+    """Give the Tools to compare with, tombstones among them."""
+    name, digest = known.server.name, known.launch
+    tools = load_tools(con, row_id, name, digest)
+    if link.launch != digest:
+        tools = {n: t._replace(listed=False) for n, t in tools.items()}
+    for tool, approval in load_approved(con, name, digest).items():
+        if tool not in tools:
+            tools[tool] = Tool(name, tool, False, '', 0, {}, '', approval,
+                               None, None, None)
+    return tools
+
+
+def _save_trust(con, known, plan, launches, now):
+    """Approve what a baseline or mode auto approves; know the launch."""
+    name = known.server.name
+    rows = [tool for tool in plan.rows if tool.name in set(plan.approve)]
+    if rows:
+        save_approvals(con, name, known.launch, rows, (plan.how, now))
+    if plan.rows and is_baseline(known.launch, launches):
+        how = next((row.how for row in launches
+                    if row.digest == known.launch), 'baseline')
+        save_launch(con, name, Launch(
+            known.launch, launch_text(known.server), how, now, True))
+
+
+def _row_of(con, row_id, known, plan, seen):
+    name = known.server.name
+    tools = [tool for tool in load_tools(con, row_id, name,
+                                         known.launch).values()
+             if tool.listed]
+    notes = ['%s: %s' % (name, note) for note in known.server.warnings]
+    notes += ['%s: %s' % (name, note) for note in seen.warnings]
+    detail = plan.detail
+    held = [tool_status(tool)[0] for tool in tools]
+    words = ['%d %s' % (held.count(status), word) for status, word in (
+        (PENDING, 'pending'), (CHANGED, 'changed')) if status in held]
+    if plan.state == 'ready' and words:
+        detail = 'awaiting approval: ' + ', '.join(words)
+    return Row(name, plan.state, plan.cause, detail, len(tools), plan.added,
+               plan.changed, plan.vanished, plan.how == 'baseline'
+               and bool(plan.approve), 0, notes)
+
+
+def _record_sync(con, row, is_same, now, world):
+    """Leave a record when something changed (contract 8)."""
+    def ids(names):
+        return ['%s:%s' % (row.server, name) for name in names]
+    if row.baseline or row.added or row.changed or row.vanished or (
+            not is_same):
+        append_record(con, Record(
+            'sync', 'cli', now, '', 'operator', 'success'
+            if row.state == 'ready' else 'blocked', {
+                'server': row.server, 'state': row.state,
+                'cause': row.cause, 'added': ids(row.added),
+                'changed': ids(row.changed), 'vanished': ids(row.vanished),
+                'baseline': row.baseline}))
+        bump_generation(con)
+
+
+# ==========================================================================
+# 20. commands: World and options in, a value out. None prints or exits.
+# ==========================================================================
+
+
+def config_paths(world):
+    """Name the config files of this run, in order (contract 12)."""
+    return world.configs or (os.path.join(world.home, OUR_CONFIG),)
+
+
+def load_config(world):
+    """Read the config files; raises ConfigError when there are none."""
+    if not world.configs and not os.path.exists(config_paths(world)[0]):
+        places = cmd_config_paths(world, None)
+        found = [row['path'] for row in places if row['found']
+                 and row['how'] != 'state directory']
+        hint = 'Write one, or pass --config FILE.'
+        if found:
+            hint = 'There is %s; to use it, add --config %s' % (
+                found[0], shell_word(found[0]))
+        raise ConfigError('there is no config; looked at --config, '
+                          'PREFLIGHT_CONFIG and %s' % config_paths(world)[0],
+                          hint)
+    sources, seen = [], set()
+    for path in config_paths(world):
+        real = os.path.realpath(path)
+        if real not in seen:
+            seen.add(real)
+            sources.append((path, real, read_bytes(path)))
+    workspace = os.path.abspath(world.workspace) if world.workspace else ''
+    return read_config(sources, world.dialect, workspace)
+
+
+def cmd_config_paths(world, options):
+    """List every place a config is looked for, and what is there.
+
+    Files that are there but not named are never used (contract 12).
+    """
+    rows = [('--config or PREFLIGHT_CONFIG', path, True)
+            for path in world.configs]
+    rows.append(('state directory', os.path.join(world.home, OUR_CONFIG),
+                 not world.configs))
+    rows.append(('only if named with --config', os.path.abspath('.mcp.json'),
+                 False))
+    return [{'path': path, 'how': how, 'found': os.path.isfile(path),
+             'used': is_used and os.path.isfile(path)}
+            for how, path, is_used in rows]
+
+
+def cmd_config_check(world, options):
+    """Read every entry: {'errors': [...], 'warnings': [...]}."""
+    try:
+        config = load_config(world)
+    except ConfigError as exc:
+        return {'errors': [' '.join(filter(None, (str(exc), exc.hint)))],
+                'warnings': [], 'servers': 0}
+    servers, skipped = all_servers(config)
+    warnings = list(config.warnings) + skipped
+    for server in servers:
+        warnings += ['%s: %s' % (server.name, w) for w in server.warnings]
+        missing = expand_server(server, world.env)[1]
+        warnings += ['%s: %s has no value here' % (server.name, name)
+                     for name in missing]
+    for name, members in config.profiles.items():
+        warnings += ['profile %s names server %s, which is not configured'
+                     % (name, json.dumps(member)) for member in members
+                     if member not in config.entries]
+    return {'errors': [], 'warnings': warnings, 'servers': len(servers)}
+
+
+def cmd_profiles_list(world, options):
+    """List the profiles: name and server names each."""
+    config = load_config(world)
+    return [{'profile': name, 'servers': list(members),
+             'not_configured': [m for m in members
+                                if m not in config.entries]}
+            for name, members in sorted(config.profiles.items())]
+
+
+def places_of(world):
+    """Name the state directory and the config files, in words."""
+    return 'state %s, config %s' % (world.home,
+                                    ', '.join(config_paths(world)))
+
+
+def operator(config, profile=''):
+    """Make the Caller at this machine; raises UsageError for a profile
+    that does not exist."""
+    if not profile:
+        return Caller(OPERATOR, 'operator', '', None)
+    if profile not in config.profiles:
+        near = rank_nearest(profile, config.profiles, 1)
+        raise UsageError('Unknown profile %s%s' % (
+            json.dumps(profile), '; did you mean %s?' % near[0] if near
+            else ''))
+    return Caller(OPERATOR, 'operator', profile,
+                  frozenset(config.profiles[profile]))
+
+
+def known_server(config, name):
+    """Give the Server of a name; raises UsageError when there is none."""
+    server, why = look_up(config, name)
+    if server is None:
+        near = rank_nearest(name, config.entries, 1)
+        raise UsageError(why or 'no server %s is configured%s' % (
+            json.dumps(name), '; did you mean %s?' % near[0] if near
+            else ''))
+    return server
+
+
+def load_cases(con, config, question):
+    """Load what is known for each ref of a question, in one snapshot."""
+    servers, cases = {}, []
+    for ref in question.refs:
+        tool, name = None, ref.server
+        if name not in servers:
+            servers[name] = load_known(con, config, name)
+        known, row_id = servers[name]
+        link = known.connection
+        if link and link.state and row_id and is_storable(ref.tool):
+            tool = load_tools(con, row_id, name, known.launch,
+                              ref.tool).get(ref.tool)
+        cases.append(Case(ref, known, tool if tool and tool.listed else None,
+                          question))
+    return cases
+
+
+def _ids_of_server(con, config, name, word):
+    """List ids to suggest from one server, none if it is not visible."""
+    known, row_id = load_known(con, config, name)
+    link = known.connection
+    if (known.server is None or known.disabled or known.quarantined
+            or link is None or not link.state):
+        return []
+    names = load_listed_names(con, row_id, 1001)
+    if len(names) > 1000:
+        names = load_names_like(con, row_id, word)
+    return ['%s:%s' % (name, tool) for tool in names]
+
+
+def suggest_ids(con, config, question, ref):
+    """Suggest up to 3 ids for one that is not there (contract 7).
+
+    difflib over 100,000 names takes seconds, so it ranks a shortlist: the
+    server's own tools, or those of the nearest servers, and the tools of
+    that very name anywhere.
+    """
+    scope = question.caller.servers
+    names = [name for name in config.entries
+             if scope is None or name in scope]
+    near, found = [ref.server], []
+    if ref.server not in names:
+        near = rank_nearest(ref.server, names)
+    for name in near:
+        found += _ids_of_server(con, config, name, ref.tool)
+    if is_storable(ref.tool):
+        for name in {home for home, _ in load_homes_of(con, ref.tool)}:
+            if name in names and name not in near:
+                found += [word for word in _ids_of_server(
+                    con, config, name, ref.tool)
+                    if word == '%s:%s' % (name, ref.tool)]
+    return rank_nearest(ref.id, found)
+
+
+def _suggest_renamed(con, config, question, ref):
+    """Suggest ids of the server with the nearest name (was it renamed?)."""
+    for name in rank_nearest(ref.server, config.entries, 1):
+        ids = _ids_of_server(con, config, name, ref.tool)
+        return rank_nearest(ref.id, ids, cutoff=0.0)
+    return []
+
+
+def _with_suggestions(con, config, question, answers):
+    """Add did_you_mean to the first misses of a request."""
+    left, out = MAX_SUGGESTED, []
+    for ref, answer in zip(question.refs, answers):
+        if answer.reason in ('not_found', 'server_not_configured') and (
+                ref.server and left):
+            left -= 1
+            finder = (suggest_ids if answer.reason == 'not_found'
+                      else _suggest_renamed)
+            ids = finder(con, config, question, ref)
+            answer = answer._replace(did_you_mean=ids or None)
+        out.append(answer)
+    return out
+
+
+def judge_all(con, config, question, request_id, waited_ms=None):
+    """Judge every ref of a question against one snapshot: a Report."""
+    pairs = [evaluate(case) for case in load_cases(con, config, question)]
+    answers = _with_suggestions(con, config, question,
+                                [answer for answer, _ in pairs])
+    verdict = worst_verdict([answer.reason or '' for answer in answers])
+    stuck = []
+    if verdict == RETRY:
+        stuck = [' '.join((finding.fact, finding.remedy))
+                 for _, finding in pairs if finding.cause in STUCK_CAUSES]
+    return Report(verdict, format_time(question.now), waited_ms, answers,
+                  request_id, list(dict.fromkeys(stuck)))
+
+
+def new_request_id(world):
+    """Make a random UUID (version 4) for a check without an id."""
+    digits = bytearray(world.random(16))
+    digits[6] = digits[6] & 0x0f | 0x40
+    digits[8] = digits[8] & 0x3f | 0x80
+    text = bytes(digits).hex()
+    return '-'.join((text[:8], text[8:12], text[12:16], text[16:20],
+                     text[20:]))
+
+
+def _question(world, config, options):
+    refs = unique_refs(pin_pairs(options.ids, options.pin))
+    if options.profile == '':
+        raise UsageError('--profile is empty; an unset variable must not '
+                         'loosen a check')
+    filters = frozenset(name for name in (
+        'read_only_only', 'exclude_destructive', 'exclude_open_world')
+        if getattr(options, name))
+    return Question(refs, operator(config, options.profile), filters,
+                    world.now(), config.settings, world.how,
+                    places_of(world))
+
+
+def pin_pairs(ids, pins):
+    """Pair ids with the pins of --pin ID=PIN; raises UsageError."""
+    table = {}
+    for word in pins or ():
+        name, sign, pin = word.rpartition('=')
+        if not sign or not name.strip() or not pin.strip():
+            raise UsageError('--pin %s is not ID=PIN' % json.dumps(word))
+        if table.setdefault(name.strip(), pin.strip()) != pin.strip():
+            raise UsageError('two pins are given for %s'
+                             % json.dumps(name.strip()))
+    asked = {word.strip() for word in ids}
+    for name in table:
+        if name not in asked:
+            raise UsageError('--pin names %s, which is not asked for'
+                             % json.dumps(name))
+    return [(word, table.get(word.strip(), '')) for word in ids]
+
+
+def _wait(world, store, config, question, wait_ms):
+    """Poll the state until waiting is of no more use (contract 5).
+
+    Returns the milliseconds waited. The last look, at the deadline itself,
+    is the caller's.
+    """
+    start, is_told = world.clock(), False
+    while True:
+        with store.read() as con:
+            report = judge_all(con, config,
+                               question._replace(now=world.now()), '')
+        spent = int((world.clock() - start) * 1000)
+        if report.verdict != RETRY or spent >= wait_ms:
+            return spent
+        if report.stuck and not is_told:
+            for line in report.stuck:
+                world.tell(line)
+            is_told = True
+        world.sleep(min(WAIT_STEP_MS, wait_ms - spent) / 1000)
+
+
+def cmd_preflight(world, options):
+    """Check required tools: a Report, whose record is on disk.
+
+    The record is written in the transaction that was judged from, so it is
+    never younger than the verdict. Raises an error, and gives no verdict,
+    when it cannot be written.
+    """
+    wait_ms = parse_wait(options.wait)
+    request_id = options.request_id
+    if request_id is None:
+        request_id = new_request_id(world)
+    elif not re.match(r'[A-Za-z0-9_-]{1,256}\Z', request_id):
+        raise UsageError('--request-id takes 1 to 256 of A-Z a-z 0-9 _ -')
+    config = load_config(world)
+    question = _question(world, config, options)
+    warn_of(world, config, {ref.server for ref in question.refs})
+    if options.sync:
+        _sync_first(world, config, question)
+    with Store(world.home, world) as store:
+        waited = None
+        if wait_ms:
+            waited = _wait(world, store, config, question, wait_ms)
+        with store.write() as con:
+            question = question._replace(now=world.now())
+            report = judge_all(con, config, question, request_id, waited)
+            append_record(con, check_record(report, question.caller,
+                                            question.now))
+    return report
+
+
+def parse_wait(text):
+    """Read --wait: milliseconds from 0 to 10 seconds."""
+    wait_ms = parse_duration(text) if text is not None else 0
+    if wait_ms > MAX_WAIT_MS:
+        raise UsageError('--wait takes at most 10s')
+    return wait_ms
+
+
+def warn_of(world, config, names):
+    """Tell the config's warnings that concern these servers."""
+    for name in sorted(names & set(config.entries)):
+        server, why = look_up(config, name)
+        for note in server.warnings if server else ():
+            world.tell('warning: %s: %s' % (name, note))
+    if not config.entries:
+        for note in config.warnings:
+            world.tell('warning: %s' % note)
+
+
+def _sync_first(world, config, question):
+    scope, servers = question.caller.servers, []
+    for name in dict.fromkeys(ref.server for ref in question.refs):
+        server, _ = look_up(config, name)
+        if server and (scope is None or name in scope):
+            servers.append(server)
+    tell_sync(world, run_sync(world, config, servers, None, no_progress))
+
+
+def no_progress(done, total, names):
+    """Show nothing while a sync runs."""
+
+
+def run_sync(world, config, servers, limit, progress):
+    """Look at servers and record what was seen: Rows.
+
+    While it runs a signal only asks: every child is ended and every lease
+    given back before Interrupted is raised.
+    """
+    is_deferred, world.stop.is_deferred = world.stop.is_deferred, True
+    try:
+        with Store(world.home, world) as store:
+            rows = Round(store, config, limit, progress).run(servers)
+            keep = config.settings['activity_retention']
+            prune_records(store, world.now() - keep, 'operator')
+        return rows
+    finally:
+        world.stop.is_deferred = is_deferred
+
+
+def tell_sync(world, rows):
+    """Tell what a sync found that somebody should know."""
+    for row in rows:
+        for note in row.notes:
+            world.tell('warning: ' + note)
+    first = [row for row in rows if row.baseline]
+    if first:
+        world.tell('trusted on first use: %s, %s; nothing to compare with. '
+                   'Keep the state directory %s.' % (
+                       plural(len(first), 'server'),
+                       plural(sum(row.tools for row in first), 'tool'),
+                       world.home))
+
+
+def cmd_sync(world, options):
+    """Look at servers: (Rows, names that are not configured)."""
+    limit = parse_duration(options.timeout) if options.timeout else None
+    if options.timeout is not None and not limit:
+        raise UsageError('--timeout must be longer than 0')
+    config = load_config(world)
+    servers, skipped = all_servers(config)
+    for note in config.warnings + skipped:
+        world.tell('warning: ' + note)
+    wanted = list(dict.fromkeys(name.strip() for name in options.ids))
+    by_name = {server.name: server for server in servers}
+    unknown = [name for name in wanted if name not in by_name]
+    for name in unknown:
+        near = rank_nearest(name, by_name, 1)
+        world.tell(look_up(config, name)[1] or 'no server %s is configured%s'
+                   % (json.dumps(name), '; did you mean %s?' % near[0]
+                      if near else ''))
+    if wanted:
+        servers = [by_name[name] for name in wanted if name in by_name]
+    rows = run_sync(world, config, servers, limit, options.progress)
+    tell_sync(world, rows)
+    return rows, unknown
+
+
+def exit_of_sync(found):
+    """Give the exit code of a sync: the worst of its servers."""
+    rows, unknown = found
+    codes = {'ready': EXIT_READY, 'disabled': EXIT_READY,
+             'error': EXIT_RETRY, 'quarantined': EXIT_BLOCKED,
+             'pending_auth': EXIT_BLOCKED}
+    worst = max([codes[row.state] for row in rows] or [EXIT_READY])
+    return EXIT_UNKNOWN if unknown else worst
+
+
+def _tool_row(server, tool):
+    is_denied = tool.name in server.deny or (
+        server.allow is not None and tool.name not in server.allow)
+    approved = tool.approved
+    return {
+        'id': '%s:%s' % (server.name, tool.name), 'server': server.name,
+        'name': tool.name, 'listed': tool.listed,
+        'status': tool_status(tool)[0],
+        'blocked': tool.blocked_at is not None, 'denied': is_denied,
+        'hash': format_hash(tool.version, tool.hash) if tool.hash else None,
+        'approved_hash': format_hash(approved.version, approved.hash)
+        if approved else None, 'annotations': tool.hints,
+        'first_seen': format_time(tool.first_seen),
+        'last_seen': format_time(tool.last_seen)}
+
+
+def _tools_of(con, config, server):
+    """Load a server's tools under its configured launch: (Tools, row)."""
+    known, row_id = load_known(con, config, server.name)
+    link = known.connection
+    if link is None or not link.state:
+        return {}, row_id
+    return load_tools(con, row_id, server.name, known.launch), row_id
+
+
+def _selected(config, names):
+    if names:
+        return [known_server(config, name) for name in names]
+    return all_servers(config)[0]
+
+
+def cmd_tools_list(world, options):
+    """List what is known of the tools of some servers, or of all."""
+    config = load_config(world)
+    rows = []
+    with Store(world.home, world) as store, store.read() as con:
+        for server in _selected(config, options.ids):
+            tools, _ = _tools_of(con, config, server)
+            rows += [_tool_row(server, tools[name])
+                     for name in sorted(tools)]
+    return rows
+
+
+def _find_tool(con, config, text, world):
+    """Find one tool by id: (server, Tool, row id).
+
+    Raises UsageError for an id that is malformed or not known here.
+    """
+    ref = parse_id(text)
+    if not ref.server:
+        raise UsageError('%s: %s' % (json.dumps(ref.id), id_hint(ref)))
+    server = known_server(config, ref.server)
+    tools, row_id = _tools_of(con, config, server)
+    if ref.tool in tools:
+        return server, tools[ref.tool], row_id
+    question = Question([ref], operator(config), (), 0, config.settings,
+                        world.how, '')
+    near = suggest_ids(con, config, question, ref)
+    raise UsageError('no tool %s is known%s' % (
+        json.dumps(ref.id), '; did you mean %s?' % ', '.join(near)
+        if near else ''), 'See: ' + command_line(
+            world.how, 'tools list', server.name))
+
+
+def _one_id(options):
+    if len(options.ids) != 1:
+        raise UsageError('give exactly one tool id')
+    return options.ids[0]
+
+
+def cmd_tools_show(world, options):
+    """Show all that is known of one tool, its definition included."""
+    config = load_config(world)
+    with Store(world.home, world) as store, store.read() as con:
+        server, tool, row_id = _find_tool(con, config, _one_id(options),
+                                          world)
+        row = _tool_row(server, tool)
+        row['why'] = tool_status(tool)[1] or None
+        row['approved_at'] = (format_time(tool.approved.at)
+                              if tool.approved else None)
+        row['approved_how'] = tool.approved.how if tool.approved else None
+        row['changes'] = load_changes(con, row_id, tool.name)
+        text = load_definition(con, tool.hash)
+        row['definition'] = json.loads(text) if text else None
+        row['pin'] = ('--pin ' + shell_word('%s=%s' % (
+            row['id'], row['hash'])) if row['hash'] else None)
+    return row
+
+
+def _diff(con, server, tool, how):
+    """Set the listed definition beside the approved one."""
+    approved = tool.approved
+    status, why = tool_status(tool)
+    old = load_definition(con, approved.hash) if approved else ''
+    new = load_definition(con, tool.hash) if tool.hash else ''
+    name = '%s:%s' % (server.name, tool.name)
+    token = review_token(tool.hash, tool.hints) if tool.hash else None
+    approve = None
+    if token:
+        approve = command_line(how, 'tools approve --expect ' + token, name)
+    return {
+        'id': name, 'status': status, 'why': why or None,
+        'approved_hash': format_hash(approved.version, approved.hash)
+        if approved else None,
+        'hash': format_hash(tool.version, tool.hash) if tool.hash else None,
+        'fields': [{'field': field, 'lines': lines}
+                   for field, lines in diff_definitions(old, new)]
+        if new else [],
+        'hints': diff_hints(approved.hints if approved else {}, tool.hints),
+        'token': token, 'approve': approve}
+
+
+def cmd_tools_diff(world, options):
+    """Show what approving a tool would trust, and the line that does it."""
+    config = load_config(world)
+    with Store(world.home, world) as store, store.read() as con:
+        server, tool, _ = _find_tool(con, config, _one_id(options), world)
+        return _diff(con, server, tool, world.how)
+
+
+def _to_approve(con, config, options, world):
+    """Load what an approve asks for: [(server, Tool, diff)]."""
+    found = []
+    if options.ids:
+        for text in dict.fromkeys(word.strip() for word in options.ids):
+            server, tool, _ = _find_tool(con, config, text, world)
+            found.append((server, tool))
+    else:
+        names = [options.server] if options.server else []
+        for server in _selected(config, names):
+            tools, _ = _tools_of(con, config, server)
+            found += [(server, tools[name]) for name in sorted(tools)
+                      if tools[name].listed
+                      and tool_status(tools[name])[0] != APPROVED]
+    for server, tool in found:
+        name = json.dumps('%s:%s' % (server.name, tool.name))
+        if tool.flaw:
+            raise UsageError('%s cannot be approved: %s' % (name, tool.flaw))
+        if not tool.listed:
+            raise UsageError('%s is not listed now; there is nothing to '
+                             'approve' % name)
+    return [(server, tool, _diff(con, server, tool, world.how))
+            for server, tool in found]
+
+
+def _check_approve_options(options):
+    ways = bool(options.ids), options.server is not None, options.all
+    if sum(ways) != 1:
+        raise UsageError('give tool ids, or --server NAME, or --all')
+    if options.expect is not None and len(options.ids) != 1:
+        raise UsageError('--expect goes with exactly one tool id')
+
+
+def cmd_tools_approve(world, options):
+    """Trust listed definitions: rows of {'id', 'result'}.
+
+    What was shown (or --expect names) must still be what is listed when it
+    is written; otherwise nothing is approved.
+    """
+    _check_approve_options(options)
+    config = load_config(world)
+    with Store(world.home, world) as store:
+        with store.read() as con:
+            found = _to_approve(con, config, options, world)
+        tokens = {}
+        for _, _, diff in found:
+            wanted = options.expect or diff['token']
+            if wanted != diff['token']:
+                raise UsageError(
+                    '%s is not what was reviewed: its token is now %s'
+                    % (diff['id'], diff['token']),
+                    'Review it again: ' + command_line(
+                        world.how, 'tools diff', diff['id']))
+            if not (options.expect or options.yes) and not world.ask(
+                    render_diff(diff) + 'Approve %s?' % safe_text(
+                        diff['id'])):
+                raise UsageError('not approved: %s' % diff['id'])
+            tokens[diff['id']] = wanted
+        return _approve(world, store, config, tokens)
+
+
+def _approve(world, store, config, tokens):
+    """Write approvals whose review tokens still fit, in one transaction."""
+    now, rows = world.now(), []
+    with store.write() as con:
+        for name, token in tokens.items():
+            server, tool, _ = _find_tool(con, config, name, world)
+            if not tool.listed or tool.flaw or token != review_token(
+                    tool.hash, tool.hints):
+                raise UsageError('%s changed while it was reviewed; nothing '
+                                 'was approved' % name)
+            old = tool.approved
+            is_same = old and (old.hash, old.hints) == (tool.hash,
+                                                        tool.hints)
+            if not is_same:
+                save_approvals(con, server.name, launch_digest(server),
+                               [tool], ('approve', now))
+            rows.append({'id': name, 'result': 'unchanged' if is_same
+                         else 'approved'})
+        done = [row['id'] for row in rows if row['result'] == 'approved']
+        if done:
+            append_record(con, Record(
+                'approval', 'cli', now, '', 'operator', 'success', {
+                    'action': 'approve', 'tools': done,
+                    'tokens': [tokens[name] for name in done]}))
+    return rows
+
+
+def _cmd_block(world, options, verb):
+    config = load_config(world)
+    if not options.ids:
+        raise UsageError('no tool id was given')
+    now, rows = world.now(), []
+    with Store(world.home, world) as store, store.write() as con:
+        for text in dict.fromkeys(word.strip() for word in options.ids):
+            ref = parse_id(text)
+            if not ref.server or not is_storable(ref.tool):
+                raise UsageError('%s: %s' % (json.dumps(ref.id),
+                                             id_hint(ref)))
+            server = known_server(config, ref.server)
+            tools, _ = _tools_of(con, config, server)
+            if verb == 'block' and ref.tool not in tools:
+                world.tell('note: %s is not known here; the block holds '
+                           'when it comes' % json.dumps(ref.id))
+            is_on = ref.tool in load_blocks(con, ref.server)
+            save_block(con, ref.server, ref.tool,
+                       now if verb == 'block' else None)
+            rows.append({'id': ref.id, 'result': verb + 'ed' if is_on
+                         is (verb != 'block') else 'unchanged'})
+        append_record(con, Record(
+            'approval', 'cli', now, '', 'operator', 'success', {
+                'action': verb, 'tools': [row['id'] for row in rows]}))
+    return rows
+
+
+def cmd_tools_block(world, options):
+    """Block tools by name, for every launch: rows of id and result."""
+    return _cmd_block(world, options, 'block')
+
+
+def cmd_tools_unblock(world, options):
+    """Take blocks back: rows of id and result."""
+    return _cmd_block(world, options, 'unblock')
+
+
+def cmd_tools_explain(world, options):
+    """Run every gate for one id: rows of {'gate', 'result', 'fact'}."""
+    _one_id(options)
+    config = load_config(world)
+    question = _question(world, config, options)
+    with Store(world.home, world) as store, store.read() as con:
+        case = load_cases(con, config, question)[0]
+        return [{'gate': gate, 'result': result, 'fact': fact}
+                for gate, result, fact in explain(case)]
+
+
+def _server_row(con, config, server, now):
+    known, row_id = load_known(con, config, server.name)
+    link = known.connection
+    tools = _tools_of(con, config, server)[0].values()
+    held = [tool_status(tool)[0] for tool in tools if tool.listed]
+    is_seen = link is not None and bool(link.state)
+    state = ('disabled' if known.disabled else 'quarantined'
+             if known.quarantined else link.state if is_seen
+             else 'never_seen')
+    if is_seen and link.state == 'ready' and state == 'ready':
+        limit = max_age_of(server, config.settings, link.ttl)
+        if limit and now - link.observed_at > limit:
+            state = 'stale'
+    return {
+        'server': server.name, 'state': state,
+        'cause': (link.cause or None) if is_seen else None,
+        'tools': len(held), 'pending': held.count(PENDING),
+        'changed': held.count(CHANGED),
+        'observed_at': format_time(link.observed_at) if is_seen else None,
+        'transport': server.transport, 'file': server.file}
+
+
+def cmd_servers_list(world, options):
+    """List the configured servers with what is known of each."""
+    config = load_config(world)
+    for note in all_servers(config)[1]:
+        world.tell('warning: ' + note)
+    with Store(world.home, world) as store, store.read() as con:
+        return [_server_row(con, config, server, world.now())
+                for server in _selected(config, options.ids)]
+
+
+def _one_server(world, options):
+    config = load_config(world)
+    if len(options.ids) != 1:
+        raise UsageError('give exactly one server name')
+    return config, known_server(config, options.ids[0].strip())
+
+
+def cmd_servers_show(world, options):
+    """Show one server: who decides, its launch, the last look at it."""
+    config, server = _one_server(world, options)
+    with Store(world.home, world) as store, store.read() as con:
+        row = _server_row(con, config, server, world.now())
+        known, _ = load_known(con, config, server.name)
+        switches = load_switches(con, server.name, server.file)
+        link = known.connection
+    for key in ('enabled', 'quarantined'):
+        value, by_switch = switched(getattr(server, key), switches.get(key))
+        row[key] = value
+        row[key + '_by'] = 'switch' if by_switch else 'config'
+    row['why'] = known.disabled or known.quarantined or None
+    row['launch'] = launch_text(server)
+    row['launch_digest'] = known.launch
+    row['launch_known'] = known.launch_note
+    row['trust_mode'] = server.trust_mode
+    row['max_age'] = format_duration(max_age_of(
+        server, config.settings, link.ttl if link else 0))
+    for key in ('detail', 'protocol', 'era', 'stderr'):
+        row[key] = (getattr(link, key) or None) if link else None
+    for key in ('since', 'listed_at'):
+        at = getattr(link, key) if link else None
+        row[key] = format_time(at) if at is not None else None
+    row['refused'] = link.refused if link else {}
+    row['warnings'] = server.warnings
+    return row
+
+
+def _record_server(con, world, server, action):
+    append_record(con, Record('server', 'cli', world.now(), '', 'operator',
+                              'success', {'action': action,
+                                          'server': server.name}))
+
+
+def _set_switch(world, options, key, value, action):
+    """Turn a switch of one server; the config file is never touched."""
+    config, server = _one_server(world, options)
+    over = getattr(server, key)
+    with Store(world.home, world) as store, store.write() as con:
+        switch = Switch(value, over, world.now()) if over != value else None
+        save_switch(con, server.name, server.file, key, switch)
+        _record_server(con, world, server, action)
+    return {'server': server.name, 'result': action}
+
+
+def cmd_servers_enable(world, options):
+    """Switch a server on, whatever the config says now."""
+    return _set_switch(world, options, 'enabled', True, 'enabled')
+
+
+def cmd_servers_disable(world, options):
+    """Switch a server off, whatever the config says now."""
+    return _set_switch(world, options, 'enabled', False, 'disabled')
+
+
+def cmd_servers_quarantine(world, options):
+    """Put a server into quarantine: nothing of it is ready, no looks."""
+    return _set_switch(world, options, 'quarantined', True, 'quarantined')
+
+
+def cmd_servers_approve(world, options):
+    """Trust a server's launch as configured, and lift a quarantine.
+
+    A launch other than the known ones is shown beside the old one first,
+    and the approvals of the launch last used under this name by this file
+    are carried over to it (contract 10).
+    """
+    config, server = _one_server(world, options)
+    digest = launch_digest(server)
+    if options.expect is not None and options.expect.lower() != digest:
+        raise UsageError('the launch of %s is not the one reviewed: its '
+                         'digest is now %s' % (server.name, digest))
+    with Store(world.home, world) as store:
+        with store.read() as con:
+            launches = load_launches(con, server.name)
+            link = load_link(con, server.name, server.file)[2]
+        fact = launch_fact(server, launches, link.launch if link else None)
+        if fact and not (options.yes or options.expect) and not world.ask(
+                '%s\nThe new launch has the digest %s.\nApprove it?' % (
+                    safe_text(fact), digest)):
+            raise UsageError('not approved: %s' % server.name)
+        with store.write() as con:
+            carried = _approve_launch(con, world, server, config)
+            switch = (Switch(False, True, world.now())
+                      if server.quarantined else None)
+            save_switch(con, server.name, server.file, 'quarantined', switch)
+            _record_server(con, world, server, 'approved')
+    return {'server': server.name, 'result': 'approved',
+            'carried': carried}
+
+
+def _approve_launch(con, world, server, config):
+    """Make the configured launch known: how many approvals it carries."""
+    name, digest, now = server.name, launch_digest(server), world.now()
+    launches = load_launches(con, name)
+    is_new = not launches and config.settings['quarantine_new_servers']
+    if not is_new and not launch_fact(server, launches, None):
+        return 0
+    link, carried = load_link(con, name, server.file)[2], 0
+    if launches:
+        known = {row.digest for row in launches}
+        old = link.launch if link and link.launch in known else (
+            launches[-1].digest)
+        carried = copy_approvals(con, name, old, digest, now)
+    save_launch(con, name, Launch(digest, launch_text(server), 'approved',
+                                  now, carried > 0))
+    return carried
+
+
+def _filters_of(options):
+    def instant(text):
+        return parse_time(text) if text is not None else None
+    return {'type': options.type, 'status': options.status,
+            'request_id': options.request_id,
+            'since': instant(options.since), 'until': instant(options.until)}
+
+
+def _whole_number(text, name, low, high):
+    if not re.match(r'[0-9]{1,9}\Z', text) or not low <= int(text) <= high:
+        raise UsageError('%s takes a whole number from %d to %d' % (
+            name, low, high))
+    return int(text)
+
+
+def cmd_activity_list(world, options):
+    """List audit records, newest first (contract 8)."""
+    limit = _whole_number(options.limit, '--limit', 1, 1000)
+    offset = _whole_number(options.offset, '--offset', 0, 10 ** 9)
+    filters = _filters_of(options)
+    with Store(world.home, world) as store, store.read() as con:
+        total, bodies = find_records(con, filters, limit, offset)
+    return {'activities': [json.loads(body) for body in bodies],
+            'total': total, 'limit': limit, 'offset': offset}
+
+
+def cmd_activity_show(world, options):
+    """Show one audit record by its id."""
+    if len(options.ids) != 1:
+        raise UsageError('give exactly one record id')
+    found = re.match(r'[0-9a-f]{12}-([0-9a-f]{8})\Z', options.ids[0])
+    body = None
+    if found:
+        with Store(world.home, world) as store, store.read() as con:
+            body = load_record(con, int(found.group(1), 16))
+    activity = json.loads(body) if body else {}
+    if activity.get('id') != options.ids[0]:
+        raise UsageError('no record has the id %s'
+                         % json.dumps(options.ids[0]))
+    return {'activity': activity}
+
+
+def cmd_activity_verify(world, options):
+    """Check the chain of records (contract 8)."""
+    expected = options.expect_head
+    if expected is not None and not re.match(r'[0-9a-f]{64}\Z', expected):
+        raise UsageError('--expect-head takes the 64 hex digits that '
+                         '`activity head` printed')
+    with Store(world.home, world) as store, store.read() as con:
+        return verify_chain(con, expected or '')
+
+
+def cmd_activity_head(world, options):
+    """Give the hash of the newest record, to note it elsewhere."""
+    with Store(world.home, world) as store, store.read() as con:
+        seq, head = load_last_record(con)
+    return {'records': seq, 'head': head}
+
+
+def cmd_activity_prune(world, options):
+    """Remove records older than the retention (or --older-than)."""
+    if options.older_than is not None:
+        keep = parse_duration(options.older_than)
+    else:
+        keep = load_config(world).settings['activity_retention']
+    with Store(world.home, world) as store:
+        return {'removed': prune_records(store, world.now() - keep,
+                                         'operator')}
+
+
+# ==========================================================================
+# 23. cli
+# ==========================================================================
+
+FORMATS = ('table', 'json', 'yaml')
+
+OVERVIEW = """\
+usage: preflight.py [options] COMMAND ...
+
+Are the MCP tools that a job needs there? `tools preflight` answers from
+local state: exit 0 go, 10 retry later, 11 page a human, 12 unknown id,
+1 could not check. `sync` is what looks at servers.
+
+commands:
+%s
+global options, before or after the command:
+  --home DIR         state directory (else PREFLIGHT_HOME, STATE_DIRECTORY,
+                     XDG_STATE_HOME/preflight, ~/.preflight)
+  --config FILE      config, may be repeated (else PREFLIGHT_CONFIG, else
+                     mcp_config.json in the state directory)
+  --dialect NAME     read the config files as: %s
+  --workspace DIR    where servers of a client's config file are started
+  -o, --output F     table, json or yaml (else PREFLIGHT_OUTPUT, else table)
+  --debug            show a traceback for an internal error
+  --version          print version and the digest of this file
+  -h, --help         this text; after a command: that command's options
+"""
+
+
+class Stops(list):
+    """The signals that arrived. Outside a sync each raises Interrupted."""
+
+    is_deferred = False
+
+    def handle(self, number, frame):
+        """Note a signal; a sync is asked to stop, all else is cut off."""
+        self.append(number)
+        if not self.is_deferred:
+            raise Interrupted(number)
+
+
+Command = namedtuple('Command', 'run options render exit_of takes about')
+Command.__doc__ = """One row of the command table. run(world, options) ->
+value; options: rows for add_argument; render(value, is_terminal) -> text;
+exit_of(value) -> code; takes: what follows the words; about: help."""
+
+
+def _flag(name, about):
+    return name, {'action': 'store_true', 'help': about}
+
+
+def _text(name, meta, about, **more):
+    return name, dict(more, metavar=meta, help=about)
+
+
+CHECK_OPTIONS = (
+    _text('--profile', 'P', 'only servers of this profile are in scope'),
+    _text('--pin', 'ID=PIN', 'the hash a tool must have; may be repeated',
+          action='append'),
+    _flag('--read-only-only', 'readOnlyHint must be true'),
+    _flag('--exclude-destructive', 'read-only, or destructiveHint false'),
+    _flag('--exclude-open-world', 'openWorldHint must be false'))
+
+
+def _rows(*columns):
+    return lambda rows, is_terminal: render_rows(rows, columns)
+
+
+def _plain(render):
+    return lambda value, is_terminal: render(value)
+
+
+def _always_ready(value):
+    return EXIT_READY
+
+
+def sync_data(found):
+    """Give a sync's rows as contract 6 prints them in JSON."""
+    keys = Row._fields[:-1]
+    return {'servers': [dict(zip(keys, row), cause=row.cause or None,
+                             detail=row.detail or None)
+                        for row in found[0]]}
+
+
+def _render_sync(found, is_terminal):
+    rows = [{'server': row.server, 'state': row.state, 'tools': row.tools,
+             'added': len(row.added), 'changed': len(row.changed),
+             'vanished': len(row.vanished),
+             'time': format_duration(row.ms), 'detail': ' '.join(filter(
+                 None, (row.cause and row.cause + ':', row.detail)))}
+            for row in found[0]]
+    text = render_rows(rows, ('server', 'state', 'tools', 'added',
+                              'changed', 'vanished', 'time', 'detail'))
+    for row in found[0]:
+        for sign, names in (('+', row.added), ('~', row.changed),
+                            ('-', row.vanished)):
+            text += ''.join('%s %s:%s\n' % (
+                sign, safe_text(row.server), safe_text(name))
+                for name in names)
+    return text
+
+
+RESULTS = _rows('id', 'result')
+SERVER_RESULT = _plain(render_fields)
+
+COMMANDS = {
+    ('tools', 'preflight'): Command(
+        cmd_preflight, CHECK_OPTIONS + (
+            _text('--wait', 'D', 'wait up to 10s while that may help'),
+            _flag('--sync', 'look at the named servers first'),
+            _text('--request-id', 'R', 'id for the audit record')),
+        render_report, lambda report: EXIT_CODES[report.verdict], 'ID...',
+        'are these tools ready, or exactly why not'),
+    ('tools', 'list'): Command(
+        cmd_tools_list, (), _rows('id', 'listed', 'status', 'blocked',
+                                  'denied', 'hash', 'last_seen'),
+        _always_ready, '[SERVER...]', 'what is known of the tools'),
+    ('tools', 'show'): Command(
+        cmd_tools_show, (), _plain(render_fields), _always_ready, 'ID',
+        'one tool: definition, hash to pin, approval'),
+    ('tools', 'diff'): Command(
+        cmd_tools_diff, (), _plain(render_diff), _always_ready, 'ID',
+        'listed beside approved, and the line that approves'),
+    ('tools', 'approve'): Command(
+        cmd_tools_approve, (
+            _text('--server', 'S', 'all that awaits approval of a server'),
+            _flag('--all', 'all that awaits approval'),
+            _text('--expect', 'TOKEN', 'the review token of `tools diff`'),
+            _flag('--yes', 'do not ask')),
+        RESULTS, _always_ready, '[ID...]', 'trust listed definitions'),
+    ('tools', 'block'): Command(
+        cmd_tools_block, (), RESULTS, _always_ready, 'ID...',
+        'never ready until unblocked'),
+    ('tools', 'unblock'): Command(
+        cmd_tools_unblock, (), RESULTS, _always_ready, 'ID...',
+        'take blocks back'),
+    ('tools', 'explain'): Command(
+        cmd_tools_explain, CHECK_OPTIONS, _rows('gate', 'result', 'fact'),
+        _always_ready, 'ID', 'each gate in order, and what it looked at'),
+    ('servers', 'list'): Command(
+        cmd_servers_list, (), _rows('server', 'state', 'cause', 'tools',
+                                    'pending', 'changed', 'observed_at'),
+        _always_ready, '[SERVER...]', 'the configured servers'),
+    ('servers', 'show'): Command(
+        cmd_servers_show, (), _plain(render_fields), _always_ready, 'NAME',
+        'one server: its launch, the last look, its stderr'),
+    ('servers', 'enable'): Command(
+        cmd_servers_enable, (), SERVER_RESULT, _always_ready, 'NAME',
+        'switch a server on'),
+    ('servers', 'disable'): Command(
+        cmd_servers_disable, (), SERVER_RESULT, _always_ready, 'NAME',
+        'switch a server off; approvals are kept'),
+    ('servers', 'quarantine'): Command(
+        cmd_servers_quarantine, (), SERVER_RESULT, _always_ready, 'NAME',
+        'nothing of it is ready, it is not contacted'),
+    ('servers', 'approve'): Command(
+        cmd_servers_approve, (
+            _text('--expect', 'DIGEST', 'the digest of the new launch'),
+            _flag('--yes', 'do not ask')),
+        SERVER_RESULT, _always_ready, 'NAME',
+        'trust a launch, lift a quarantine'),
+    ('sync',): Command(
+        cmd_sync, (_text('--timeout', 'D', 'longest look at one server'),),
+        _render_sync, exit_of_sync, '[SERVER...]',
+        'look at servers and record what is seen'),
+    ('activity', 'list'): Command(
+        cmd_activity_list, (
+            _text('--type', 'T', 'preflight, sync, approval, server, prune'),
+            _text('--status', 'S', 'success or blocked'),
+            _text('--request-id', 'R', 'the records of one request'),
+            _text('--since', 'TIME', 'not before'),
+            _text('--until', 'TIME', 'before'),
+            _text('--limit', 'N', 'at most 1000', default='50'),
+            _text('--offset', 'N', 'leave out the newest', default='0')),
+        _plain(render_activities), _always_ready, '', 'the audit records'),
+    ('activity', 'show'): Command(
+        cmd_activity_show, (), lambda value, is_terminal:
+        render_json(value['activity']), _always_ready, 'ID',
+        'one audit record'),
+    ('activity', 'verify'): Command(
+        cmd_activity_verify, (
+            _text('--expect-head', 'H', 'a head noted earlier'),),
+        _plain(render_verify), lambda found: EXIT_READY if found['ok']
+        else EXIT_FAILED, '', 'is the chain of records intact'),
+    ('activity', 'head'): Command(
+        cmd_activity_head, (), lambda value, is_terminal:
+        value['head'] + '\n', _always_ready, '',
+        'the hash of the newest record'),
+    ('activity', 'prune'): Command(
+        cmd_activity_prune, (
+            _text('--older-than', 'D', 'else activity_retention'),),
+        _plain(render_fields), _always_ready, '', 'remove old records'),
+    ('profiles', 'list'): Command(
+        cmd_profiles_list, (), _rows('profile', 'servers',
+                                     'not_configured'),
+        _always_ready, '', 'the profiles of the config'),
+    ('config', 'check'): Command(
+        cmd_config_check, (), _plain(render_check), lambda found:
+        EXIT_FAILED if found['errors'] else EXIT_READY, '',
+        'read every entry and say what is wrong'),
+    ('config', 'paths'): Command(
+        cmd_config_paths, (), _rows('path', 'how', 'found', 'used'),
+        _always_ready, '', 'every place a config is looked for'),
+}
+
+
+def _parser(words):
+    """Make a parser: no abbreviations, errors raised, fixed width."""
+    import argparse
+
+    class Parser(argparse.ArgumentParser):
+        """An ArgumentParser that raises UsageError."""
+
+        def error(self, message):
+            """Raise, where argparse would exit with 2."""
+            raise UsageError(message, 'See: %s --help' % self.prog)
+
+    return Parser(prog=' '.join(('preflight.py',) + words), add_help=False,
+                  allow_abbrev=False, formatter_class=lambda prog:
+                  argparse.HelpFormatter(prog, width=79))
+
+
+def _split_short(argv):
+    """Turn -ojson into -o json: old Pythons do not without abbreviations."""
+    for word in argv:
+        if word[:2] == '-o' and len(word) > 2:
+            yield '-o'
+            yield word[2:].lstrip('=')
+        else:
+            yield word
+
+
+def _find_command(words):
+    for length in (2, 1):
+        verb = tuple(words[:length])
+        if verb in COMMANDS and len(verb) == length:
+            return verb
+    if not words:
+        raise UsageError('no command was given', 'See: preflight.py --help')
+    asked = ' '.join(words[:2])
+    near = rank_nearest(asked, [' '.join(verb) for verb in COMMANDS], 1)
+    raise UsageError('unknown command %s%s' % (
+        json.dumps(asked), '; did you mean %s?' % near[0] if near else ''),
+        'See: preflight.py --help')
+
+
+def _add_globals(parser):
+    for names, more in (
+            (('--home',), {}), (('--config',), {'action': 'append'}),
+            (('--dialect',), {}), (('--workspace',), {}), (('--url',), {}),
+            (('--ca-file',), {}), (('-o', '--output'), {}),
+            (('--debug',), {'action': 'store_true'}),
+            (('--version',), {'action': 'store_true'}),
+            (('-h', '--help'), {'action': 'store_true'})):
+        parser.add_argument(*names, **more)
+
+
+def parse_argv(argv):
+    """Read the command line: (verb, options); verb is () for the overview.
+
+    Ids and options may come in any order, global options before or after
+    the verb. Raises UsageError. One pattern for every Python: no
+    subparsers, no positionals, at most two parsers.
+    """
+    at = argv.index('--') if '--' in argv else len(argv)
+    before, after = list(_split_short(argv[:at])), argv[at + 1:]
+    top = _parser(())
+    _add_globals(top)
+    seen, rest = top.parse_known_args(before)
+    if seen.version or seen.help and not rest:
+        return (), seen
+    verb = _find_command(rest)
+    leaf = _parser(verb)
+    for name, more in COMMANDS[verb].options:
+        leaf.add_argument(name, **more)
+    if seen.help:
+        seen.usage = leaf.format_help()
+        return verb, seen
+    seen, ids = leaf.parse_known_args(rest[len(verb):], seen)
+    for word in ids:
+        if word[:1] == '-' and word != '-':
+            raise UsageError('unknown option %s' % word,
+                             'See: %s --help' % leaf.prog)
+    seen.ids = [os.fsencode(word).decode('utf-8', 'surrogateescape')
+                for word in ids + after]
+    if seen.ids and not COMMANDS[verb].takes:
+        raise UsageError('%s takes no %s' % (leaf.prog,
+                                             json.dumps(seen.ids[0])))
+    return verb, seen
+
+
+def _help_text(verb, options):
+    if not verb:
+        lines = ''.join('  %-20s %s\n' % (' '.join(words), row.about)
+                        for words, row in COMMANDS.items())
+        return OVERVIEW % (lines, ', '.join(sorted(DIALECTS)))
+    row = COMMANDS[verb]
+    text = 'usage: preflight.py %s [options] %s\n\n%s\n' % (
+        ' '.join(verb), row.takes, row.about)
+    if row.options:
+        text += '\n' + options.usage.split('\n\n', 1)[1]
+    return text + '\nglobal options: see preflight.py --help\n'
+
+
+def _version_text():
+    with open(__file__, 'rb') as file:
+        digest = sha256(file.read())
+    return 'preflight.py %s (%s)\n' % (VERSION, digest[:12])
+
+
+def _started_how(options, env):
+    """Write the command that started this run, for remedies to repeat."""
+    words = [sys.executable or 'python3', sys.argv[0] or 'preflight.py']
+    for place in env.get('PATH', '').split(os.pathsep):
+        path = os.path.join(place, 'python3')
+        if os.path.exists(path):
+            if sys.executable and os.path.samefile(path, sys.executable):
+                words[0] = 'python3'
+            break
+    home = options.home or env.get('PREFLIGHT_HOME')
+    words += ['--home', home] if home else []
+    for path in _configs(options, env):
+        words += ['--config', path]
+    for name in ('dialect', 'workspace'):
+        value = getattr(options, name)
+        words += ['--' + name, value] if value else []
+    return ' '.join(map(shell_word, words))
+
+
+def _configs(options, env):
+    named = options.config or [
+        path for path in env.get('PREFLIGHT_CONFIG', '').split(os.pathsep)
+        if path]
+    if '' in named:
+        raise UsageError('--config is empty')
+    return tuple(named)
+
+
+def _ask(question):
+    """Put a yes-or-no question to whoever sits at the terminal."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise UsageError('there is no terminal to ask at; review first, then '
+                         'give --expect or --yes')
+    sys.stderr.write(question + ' [y/N] ')
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ('y', 'yes')
+
+
+def print_line(line):
+    """Write one line to stderr, safe for a terminal and any encoding."""
+    if sys.stderr is None:
+        return
+    data = (safe_text(line) + '\n').encode(
+        sys.stderr.encoding or 'ascii', 'backslashreplace')
+    try:
+        sys.stderr.flush()
+        sys.stderr.buffer.write(data)
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        pass                    # nobody reads it; the exit code stands
+
+
+def make_world(options, stops):
+    """Gather what commands may know of their surroundings."""
+    env = dict(os.environ)
+    if options.home == '' or options.workspace == '':
+        raise UsageError('--home and --workspace must not be empty')
+    if options.dialect is not None and options.dialect not in DIALECTS:
+        raise UsageError('unknown dialect %s; known: %s' % (
+            json.dumps(options.dialect), ', '.join(sorted(DIALECTS))))
+    return World(
+        env=env, how=_started_how(options, env),
+        home=state_home(options.home, env), configs=_configs(options, env),
+        dialect=options.dialect or '', workspace=options.workspace or '',
+        now=lambda: int(time.time() * 1000), clock=time.monotonic,
+        sleep=time.sleep, random=os.urandom, stop=stops, ask=_ask,
+        tell=print_line,
+        is_terminal=sys.stdout is not None and sys.stdout.isatty())
+
+
+def show_progress(done, total, names):
+    """Show on a terminal how far a sync is, on one line."""
+    text = 'sync: %d of %d; waiting for %s' % (
+        done, total, ', '.join(map(safe_text, names[:3])) or '-')
+    text += ', ...' if len(names) > 3 else ''
+    sys.stderr.write('\r\x1b[K' + text[:76] if done < total else '\r\x1b[K')
+    sys.stderr.flush()
+
+
+def print_output(text):
+    """Write data to stdout; False when its reader has gone.
+
+    Raises PreflightError when it could not be written for another reason.
+    """
+    if sys.stdout is None:
+        raise PreflightError('stdout is closed')
+    data = text.encode(sys.stdout.encoding or 'ascii', 'backslashreplace')
+    try:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+    except OSError as exc:
+        # What is still buffered would fail once more at exit.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+        if isinstance(exc, BrokenPipeError):
+            return False
+        raise PreflightError('cannot write to stdout: %s'
+                             % os_reason(exc)) from exc
+    return True
+
+
+def _format_of(options, env):
+    name = options.output or env.get('PREFLIGHT_OUTPUT') or 'table'
+    if options.output == '' or name not in FORMATS:
+        raise UsageError('unknown output format %s; known: %s' % (
+            json.dumps(options.output or name), ', '.join(FORMATS)))
+    return name
+
+
+def _data_of(verb, value):
+    if verb == ('tools', 'preflight'):
+        return report_data(value)
+    return sync_data(value) if verb == ('sync',) else value
+
+
+def run_command(verb, options, stops):
+    """Run one command and print what it found; returns the exit code."""
+    command, form = COMMANDS[verb], _format_of(options, os.environ)
+    if options.url or os.environ.get('PREFLIGHT_URL'):
+        raise UsageError('this version has no client for --url or '
+                         'PREFLIGHT_URL; the command is local only',
+                         'Run it as: env -u PREFLIGHT_URL ...')
+    world = make_world(options, stops)
+    options.progress = no_progress
+    if sys.stderr is not None and sys.stderr.isatty():
+        options.progress = show_progress
+    value = command.run(world, options)
+    if verb == ('tools', 'preflight') and value.verdict != READY:
+        for line in value.stuck:
+            print_line(line)
+        print_line('request id: %s' % value.request_id)
+    if form == 'table':
+        text = command.render(value, world.is_terminal)
+    else:
+        write = render_json if form == 'json' else render_yaml
+        text = write(_data_of(verb, value))
+    print_output(text)
+    return command.exit_of(value)
+
+
+def _install_handlers(stops):
+    import signal
+    for name in ('SIGINT', 'SIGTERM', 'SIGHUP'):
+        number = getattr(signal, name, None)
+        if number is not None and (
+                signal.getsignal(number) != signal.SIG_IGN):
+            signal.signal(number, stops.handle)
+
+
+def _open_standard_files():
+    """Fill closed descriptors 0 to 2, or the database would take them."""
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
+def _fail(exc, is_debug):
+    if is_debug:
+        import traceback
+        traceback.print_exc()
+    if not isinstance(exc, PreflightError):
+        exc = PreflightError('internal error: %s: %s' % (
+            type(exc).__name__, exc), 'Run it with --debug and report this.')
+    print_line('preflight.py: %s' % exc)
+    if exc.hint:
+        print_line(exc.hint)
+    return exc.exit_code
+
+
+def main(argv=None):
+    """Run the command line; returns the exit code (contract 6)."""
+    import gc
+    gc.disable()                # a short run; the pauses cost more than RAM
+    getattr(sys, 'set_int_max_str_digits', int)(0)
+    _open_standard_files()
+    stops = Stops()
+    argv = sys.argv[1:] if argv is None else list(argv)
+    try:
+        try:
+            _install_handlers(stops)
+            verb, options = parse_argv(argv)
+            if options.version:
+                print_output(_version_text())
+                return EXIT_READY
+            if options.help:
+                print_output(_help_text(verb, options))
+                return EXIT_READY
+            return run_command(verb, options, stops)
+        except Exception as exc:
+            return _fail(exc, '--debug' in argv)
+    except (Interrupted, KeyboardInterrupt) as exc:
+        return 128 + getattr(exc, 'number', 2)
+    finally:
+        getattr(gc, 'freeze', int)()    # nothing to look for at tear-down
+
+
+if __name__ == '__main__':
+    sys.exit(main())
