@@ -318,6 +318,14 @@ Record = namedtuple('Record', 'type source at request_id actor status '
                               'metadata')
 Record.__doc__ = """One audit record before it has a place in the chain."""
 
+Launch = namedtuple('Launch', 'digest text how at baselined')
+Launch.__doc__ = """A launch known for a server name. baselined: False when
+it was approved and its first list is still to come."""
+
+Switch = namedtuple('Switch', 'value over at')
+Switch.__doc__ = """An operator's switch: value, and the config value that
+it overrode; it counts while the config still says that."""
+
 Observation = namedtuple('Observation', (
     'state cause detail protocol era ttl tools refused warnings stderr'))
 Observation.__doc__ = """What one look at one server found. tools: list of
@@ -1361,6 +1369,25 @@ def encode_message(message):
     return canonical(dict(message, jsonrpc='2.0')).encode('ascii') + b'\n'
 
 
+def is_reply_to(message, number):
+    """Tell whether a message answers the request of that number.
+
+    A number that comes back as text counts. Raises UpstreamError for a
+    server that answers without echoing ids.
+    """
+    if 'method' in message or not {'result', 'error'} & set(message):
+        return False
+    got = message.get('id')
+    if got == number and not isinstance(got, bool) or got == str(number):
+        return True
+    if got is None and 'error' in message:
+        return True             # it could not read the id of the request
+    if got is None or got == 0:
+        raise UpstreamError('protocol',
+                            'the server does not echo request ids')
+    return False
+
+
 def decode_line(line, waiting):
     """Read one line from a server: a message, or None for noise.
 
@@ -1391,25 +1418,6 @@ def decode_line(line, waiting):
             raise UpstreamError('protocol', 'the reply is not UTF-8')
         return None
     return message
-
-
-def is_reply_to(message, number):
-    """Tell whether a message answers the request of that number.
-
-    A number that comes back as text counts. Raises UpstreamError for a
-    server that answers without echoing ids.
-    """
-    if 'method' in message or not {'result', 'error'} & set(message):
-        return False
-    got = message.get('id')
-    if got == number and not isinstance(got, bool) or got == str(number):
-        return True
-    if got is None and 'error' in message:
-        return True             # it could not read the id of the request
-    if got is None or got == 0:
-        raise UpstreamError('protocol',
-                            'the server does not echo request ids')
-    return False
 
 
 def answer_request(message, client, base):
@@ -1632,14 +1640,6 @@ def read_tools(items):
 # ==========================================================================
 
 APPROVED, PENDING, CHANGED = 'approved', 'pending', 'changed'
-
-Launch = namedtuple('Launch', 'digest text how at baselined')
-Launch.__doc__ = """A launch known for a server name. baselined: False when
-it was approved and its first list is still to come."""
-
-Switch = namedtuple('Switch', 'value over at')
-Switch.__doc__ = """An operator's switch: value, and the config value that
-it overrode; it counts while the config still says that."""
 
 Plan = namedtuple('Plan', 'state cause detail rows gone approve how added '
                           'changed vanished')
@@ -2724,6 +2724,51 @@ def store_error(exc, path):
     return StoreError('the state database %s failed: %s' % (path, text))
 
 
+class Transaction:
+    """What Store.write() and Store.read() enter."""
+
+    def __init__(self, store, is_write):
+        self.store, self.is_write = store, is_write
+
+    def __enter__(self):
+        import sqlite3
+        con = self.store.connect()
+        if self.is_write:
+            self.store.lock.__enter__()
+        try:
+            con.execute('begin immediate' if self.is_write else 'begin')
+            self.store.check_schema()
+        except BaseException as exc:
+            self._end('rollback')
+            if isinstance(exc, sqlite3.Error):
+                raise store_error(exc, self.store.path) from exc
+            raise
+        return con
+
+    def _end(self, verb):
+        try:
+            if self.store.con.in_transaction:
+                self.store.con.execute(verb)
+        finally:
+            if self.is_write:
+                self.store.lock.__exit__()
+
+    def __exit__(self, kind, exc, trace):
+        import sqlite3
+        try:
+            if exc is None:
+                try:
+                    self.store.con.execute('commit')
+                finally:
+                    self._end('rollback')
+            else:
+                self._end('rollback')
+        except sqlite3.Error as err:
+            raise store_error(err, self.store.path) from err
+        if isinstance(exc, sqlite3.Error):
+            raise store_error(exc, self.store.path) from exc
+
+
 class Store:
     """The state of one directory, through one connection.
 
@@ -2832,51 +2877,6 @@ class Store:
             raise store_error(exc, self.path) from exc
         finally:
             self.lock.close()
-
-
-class Transaction:
-    """What Store.write() and Store.read() enter."""
-
-    def __init__(self, store, is_write):
-        self.store, self.is_write = store, is_write
-
-    def __enter__(self):
-        import sqlite3
-        con = self.store.connect()
-        if self.is_write:
-            self.store.lock.__enter__()
-        try:
-            con.execute('begin immediate' if self.is_write else 'begin')
-            self.store.check_schema()
-        except BaseException as exc:
-            self._end('rollback')
-            if isinstance(exc, sqlite3.Error):
-                raise store_error(exc, self.store.path) from exc
-            raise
-        return con
-
-    def _end(self, verb):
-        try:
-            if self.store.con.in_transaction:
-                self.store.con.execute(verb)
-        finally:
-            if self.is_write:
-                self.store.lock.__exit__()
-
-    def __exit__(self, kind, exc, trace):
-        import sqlite3
-        try:
-            if exc is None:
-                try:
-                    self.store.con.execute('commit')
-                finally:
-                    self._end('rollback')
-            else:
-                self._end('rollback')
-        except sqlite3.Error as err:
-            raise store_error(err, self.store.path) from err
-        if isinstance(exc, sqlite3.Error):
-            raise store_error(exc, self.store.path) from exc
 
 
 def key_text(path):
@@ -3234,6 +3234,17 @@ def _row_fault(row, before):
     return ''
 
 
+def _hash_before(con, first):
+    """Find the hash that the oldest record left builds on, or None."""
+    if first == 1:
+        return ''
+    for body in find_records(con, {'type': 'prune'}, 1000, 0)[1]:
+        data = json.loads(body)['metadata']
+        if data.get('last_seq') == first - 1:
+            return data.get('last_hash')
+    return None
+
+
 def verify_chain(con, expected=''):
     """Check every record: a dict with ok, records, head and problems.
 
@@ -3267,17 +3278,6 @@ def verify_chain(con, expected=''):
                         'off or rewritten' % expected)
     return {'ok': not problems, 'records': rows, 'head': before or '',
             'problems': problems}
-
-
-def _hash_before(con, first):
-    """Find the hash that the oldest record left builds on, or None."""
-    if first == 1:
-        return ''
-    for body in find_records(con, {'type': 'prune'}, 1000, 0)[1]:
-        data = json.loads(body)['metadata']
-        if data.get('last_seq') == first - 1:
-            return data.get('last_hash')
-    return None
 
 
 def prune_records(store, before, actor):
@@ -3688,6 +3688,25 @@ def _observation(listing, dialogue, link, secrets):
                        listing.ttl, tools, refused, warnings, tail)
 
 
+def _look_once(server, era, deadlines, world):
+    link, dialogue, secrets = None, None, secrets_of(server)
+    try:
+        link = _child_link(server, world.env, world)
+        dialogue = Dialogue(link, server, *deadlines)
+        link.open()
+        listing = dialogue.run(era)
+        return _observation(listing, dialogue, link, secrets), False
+    except UpstreamError as exc:
+        is_early = exc.cause == 'exited' and not dialogue.is_open
+        if exc.cause == 'exited':
+            exc.args = ('%s %s' % (exc, 'before initialize' if is_early
+                                   else 'before its list was complete'),)
+        return _failure(exc, link, secrets), is_early
+    finally:
+        if link:
+            link.close()
+
+
 def observe_server(server, era, deadlines, world):
     """Look at one server: an Observation, whatever happens to it.
 
@@ -3716,23 +3735,17 @@ def observe_server(server, era, deadlines, world):
     return seen if seen.state == 'ready' else first
 
 
-def _look_once(server, era, deadlines, world):
-    link, dialogue, secrets = None, None, secrets_of(server)
-    try:
-        link = _child_link(server, world.env, world)
-        dialogue = Dialogue(link, server, *deadlines)
-        link.open()
-        listing = dialogue.run(era)
-        return _observation(listing, dialogue, link, secrets), False
-    except UpstreamError as exc:
-        is_early = exc.cause == 'exited' and not dialogue.is_open
-        if exc.cause == 'exited':
-            exc.args = ('%s %s' % (exc, 'before initialize' if is_early
-                                   else 'before its list was complete'),)
-        return _failure(exc, link, secrets), is_early
-    finally:
-        if link:
-            link.close()
+def _link_of(link, digest):
+    """Cut a record down to what counts under the configured launch."""
+    if link is None:
+        return None
+    if link.launch != digest:
+        link = Connection(*[None] * len(link._fields))._replace(
+            launch=digest, state='', refused={}, lease_at=link.lease_at,
+            lease_until=link.lease_until, lease_launch=link.lease_launch)
+    if link.lease_launch != digest:
+        link = link._replace(lease_at=None, lease_until=None)
+    return link
 
 
 def load_known(con, config, name):
@@ -3753,19 +3766,6 @@ def load_known(con, config, name):
         _link_of(link, digest), digest, note), row_id
 
 
-def _link_of(link, digest):
-    """Cut a record down to what counts under the configured launch."""
-    if link is None:
-        return None
-    if link.launch != digest:
-        link = Connection(*[None] * len(link._fields))._replace(
-            launch=digest, state='', refused={}, lease_at=link.lease_at,
-            lease_until=link.lease_until, lease_launch=link.lease_launch)
-    if link.lease_launch != digest:
-        link = link._replace(lease_at=None, lease_until=None)
-    return link
-
-
 Row = namedtuple('Row', 'server state cause detail tools added changed '
                         'vanished baseline ms notes')
 Row.__doc__ = """What a sync says of one server. baseline: True when its
@@ -3774,6 +3774,116 @@ list was trusted on first use; notes: sentences for the operator."""
 
 def _row(name, state, cause='', detail='', tools=0):
     return Row(name, state, cause, detail, tools, [], [], [], False, 0, [])
+
+
+def _tools_before(con, row_id, known, link):
+    """Give the Tools to compare with, tombstones among them."""
+    name, digest = known.server.name, known.launch
+    tools = load_tools(con, row_id, name, digest)
+    if link.launch != digest:
+        tools = {n: t._replace(listed=False) for n, t in tools.items()}
+    for tool, approval in load_approved(con, name, digest).items():
+        if tool not in tools:
+            tools[tool] = Tool(name, tool, False, '', 0, {}, '', approval,
+                               None, None, None)
+    return tools
+
+
+def _save_trust(con, known, plan, launches, now):
+    """Approve what a baseline or mode auto approves; know the launch."""
+    name = known.server.name
+    rows = [tool for tool in plan.rows if tool.name in set(plan.approve)]
+    if rows:
+        save_approvals(con, name, known.launch, rows, (plan.how, now))
+    if plan.rows and is_baseline(known.launch, launches):
+        how = next((row.how for row in launches
+                    if row.digest == known.launch), 'baseline')
+        save_launch(con, name, Launch(
+            known.launch, launch_text(known.server), how, now, True))
+
+
+def _row_of(con, row_id, known, plan, seen):
+    name = known.server.name
+    tools = [tool for tool in load_tools(con, row_id, name,
+                                         known.launch).values()
+             if tool.listed]
+    notes = ['%s: %s' % (name, note) for note in known.server.warnings]
+    notes += ['%s: %s' % (name, note) for note in seen.warnings]
+    detail = plan.detail
+    held = [tool_status(tool)[0] for tool in tools]
+    words = ['%d %s' % (held.count(status), word) for status, word in (
+        (PENDING, 'pending'), (CHANGED, 'changed')) if status in held]
+    if plan.state == 'ready' and words:
+        detail = 'awaiting approval: ' + ', '.join(words)
+    return Row(name, plan.state, plan.cause, detail, len(tools), plan.added,
+               plan.changed, plan.vanished, plan.how == 'baseline'
+               and bool(plan.approve), 0, notes)
+
+
+def _record_sync(con, row, is_same, now, world):
+    """Leave a record when something changed (contract 8)."""
+    def ids(names):
+        return ['%s:%s' % (row.server, name) for name in names]
+    if row.baseline or row.added or row.changed or row.vanished or (
+            not is_same):
+        append_record(con, Record(
+            'sync', 'cli', now, '', 'operator', 'success'
+            if row.state == 'ready' else 'blocked', {
+                'server': row.server, 'state': row.state,
+                'cause': row.cause, 'added': ids(row.added),
+                'changed': ids(row.changed), 'vanished': ids(row.vanished),
+                'baseline': row.baseline}))
+        bump_generation(con)
+
+
+def save_observation(store, config, known, seen):
+    """Write what was seen of a server: its Row.
+
+    What it is compared with is read inside the same transaction, so an
+    approval that came meanwhile is not undone.
+    """
+    server, now = known.server, store.world.now()
+    with store.write() as con:
+        row_id, link_owner, link = load_link(con, server.name, server.file)
+        before = _tools_before(con, row_id, known, link)
+        launches = load_launches(con, server.name)
+        is_first = is_baseline(known.launch, launches)
+        fact = quarantine_fact(server, None, launches, config.settings, None)
+        if fact and not server.quarantined:     # decided while we looked
+            drop_lease(con, server.name, server.file, link_owner)
+            return _row(server.name, 'quarantined', '', fact)
+        plan = plan_sync(before, seen, is_first, server.trust_mode)
+        is_same = (link.launch == known.launch and link.state == plan.state)
+        is_listed = plan.rows is not None
+        kept = link if link.launch == known.launch else link._replace(
+            listed_at=None, refused={}, protocol=None, era=None, ttl=0)
+        if link.launch != known.launch and row_id:
+            forget_list(con, row_id)
+        save_link(con, row_id, kept._replace(
+            launch=known.launch, state=plan.state, cause=plan.cause,
+            detail=plan.detail[:1000], observed_at=now, stderr=seen.stderr,
+            since=link.since if is_same else now,
+            listed_at=now if is_listed else kept.listed_at,
+            protocol=seen.protocol or kept.protocol,
+            era=seen.era or kept.era,
+            ttl=seen.ttl if is_listed else kept.ttl,
+            refused=seen.refused if is_listed else kept.refused))
+        if is_listed:
+            save_tools(con, row_id, plan.rows, plan.gone, now)
+            _save_trust(con, known, plan, launches, now)
+        row = _row_of(con, row_id, known, plan, seen)
+        _record_sync(con, row, is_same, now, store.world)
+    return row
+
+
+def _drop_dead_switches(con, server, note):
+    """Drop switches whose config value has changed since, and say so."""
+    values = {'enabled': server.enabled, 'quarantined': server.quarantined}
+    for key, switch in load_switches(con, server.name, server.file).items():
+        if switch.over != values[key]:
+            save_switch(con, server.name, server.file, key, None)
+            note('%s: %s is now %s in the config, which ends the switch set '
+                 'by hand' % (server.name, key, json.dumps(values[key])))
 
 
 class Round:
@@ -3904,116 +4014,6 @@ class Round:
                 self.waiting.append(server)
 
 
-def _drop_dead_switches(con, server, note):
-    """Drop switches whose config value has changed since, and say so."""
-    values = {'enabled': server.enabled, 'quarantined': server.quarantined}
-    for key, switch in load_switches(con, server.name, server.file).items():
-        if switch.over != values[key]:
-            save_switch(con, server.name, server.file, key, None)
-            note('%s: %s is now %s in the config, which ends the switch set '
-                 'by hand' % (server.name, key, json.dumps(values[key])))
-
-
-def save_observation(store, config, known, seen):
-    """Write what was seen of a server: its Row.
-
-    What it is compared with is read inside the same transaction, so an
-    approval that came meanwhile is not undone.
-    """
-    server, now = known.server, store.world.now()
-    with store.write() as con:
-        row_id, link_owner, link = load_link(con, server.name, server.file)
-        before = _tools_before(con, row_id, known, link)
-        launches = load_launches(con, server.name)
-        is_first = is_baseline(known.launch, launches)
-        fact = quarantine_fact(server, None, launches, config.settings, None)
-        if fact and not server.quarantined:     # decided while we looked
-            drop_lease(con, server.name, server.file, link_owner)
-            return _row(server.name, 'quarantined', '', fact)
-        plan = plan_sync(before, seen, is_first, server.trust_mode)
-        is_same = (link.launch == known.launch and link.state == plan.state)
-        is_listed = plan.rows is not None
-        kept = link if link.launch == known.launch else link._replace(
-            listed_at=None, refused={}, protocol=None, era=None, ttl=0)
-        if link.launch != known.launch and row_id:
-            forget_list(con, row_id)
-        save_link(con, row_id, kept._replace(
-            launch=known.launch, state=plan.state, cause=plan.cause,
-            detail=plan.detail[:1000], observed_at=now, stderr=seen.stderr,
-            since=link.since if is_same else now,
-            listed_at=now if is_listed else kept.listed_at,
-            protocol=seen.protocol or kept.protocol,
-            era=seen.era or kept.era,
-            ttl=seen.ttl if is_listed else kept.ttl,
-            refused=seen.refused if is_listed else kept.refused))
-        if is_listed:
-            save_tools(con, row_id, plan.rows, plan.gone, now)
-            _save_trust(con, known, plan, launches, now)
-        row = _row_of(con, row_id, known, plan, seen)
-        _record_sync(con, row, is_same, now, store.world)
-    return row
-
-
-def _tools_before(con, row_id, known, link):
-    """Give the Tools to compare with, tombstones among them."""
-    name, digest = known.server.name, known.launch
-    tools = load_tools(con, row_id, name, digest)
-    if link.launch != digest:
-        tools = {n: t._replace(listed=False) for n, t in tools.items()}
-    for tool, approval in load_approved(con, name, digest).items():
-        if tool not in tools:
-            tools[tool] = Tool(name, tool, False, '', 0, {}, '', approval,
-                               None, None, None)
-    return tools
-
-
-def _save_trust(con, known, plan, launches, now):
-    """Approve what a baseline or mode auto approves; know the launch."""
-    name = known.server.name
-    rows = [tool for tool in plan.rows if tool.name in set(plan.approve)]
-    if rows:
-        save_approvals(con, name, known.launch, rows, (plan.how, now))
-    if plan.rows and is_baseline(known.launch, launches):
-        how = next((row.how for row in launches
-                    if row.digest == known.launch), 'baseline')
-        save_launch(con, name, Launch(
-            known.launch, launch_text(known.server), how, now, True))
-
-
-def _row_of(con, row_id, known, plan, seen):
-    name = known.server.name
-    tools = [tool for tool in load_tools(con, row_id, name,
-                                         known.launch).values()
-             if tool.listed]
-    notes = ['%s: %s' % (name, note) for note in known.server.warnings]
-    notes += ['%s: %s' % (name, note) for note in seen.warnings]
-    detail = plan.detail
-    held = [tool_status(tool)[0] for tool in tools]
-    words = ['%d %s' % (held.count(status), word) for status, word in (
-        (PENDING, 'pending'), (CHANGED, 'changed')) if status in held]
-    if plan.state == 'ready' and words:
-        detail = 'awaiting approval: ' + ', '.join(words)
-    return Row(name, plan.state, plan.cause, detail, len(tools), plan.added,
-               plan.changed, plan.vanished, plan.how == 'baseline'
-               and bool(plan.approve), 0, notes)
-
-
-def _record_sync(con, row, is_same, now, world):
-    """Leave a record when something changed (contract 8)."""
-    def ids(names):
-        return ['%s:%s' % (row.server, name) for name in names]
-    if row.baseline or row.added or row.changed or row.vanished or (
-            not is_same):
-        append_record(con, Record(
-            'sync', 'cli', now, '', 'operator', 'success'
-            if row.state == 'ready' else 'blocked', {
-                'server': row.server, 'state': row.state,
-                'cause': row.cause, 'added': ids(row.added),
-                'changed': ids(row.changed), 'vanished': ids(row.vanished),
-                'baseline': row.baseline}))
-        bump_generation(con)
-
-
 # ==========================================================================
 # 20. commands: World and options in, a value out. None prints or exits.
 # ==========================================================================
@@ -4022,6 +4022,22 @@ def _record_sync(con, row, is_same, now, world):
 def config_paths(world):
     """Name the config files of this run, in order (contract 12)."""
     return world.configs or (os.path.join(world.home, OUR_CONFIG),)
+
+
+def cmd_config_paths(world, options):
+    """List every place a config is looked for, and what is there.
+
+    Files that are there but not named are never used (contract 12).
+    """
+    rows = [('--config or PREFLIGHT_CONFIG', path, True)
+            for path in world.configs]
+    rows.append(('state directory', os.path.join(world.home, OUR_CONFIG),
+                 not world.configs))
+    rows.append(('only if named with --config', os.path.abspath('.mcp.json'),
+                 False))
+    return [{'path': path, 'how': how, 'found': os.path.isfile(path),
+             'used': is_used and os.path.isfile(path)}
+            for how, path, is_used in rows]
 
 
 def load_config(world):
@@ -4045,22 +4061,6 @@ def load_config(world):
             sources.append((path, real, read_bytes(path)))
     workspace = os.path.abspath(world.workspace) if world.workspace else ''
     return read_config(sources, world.dialect, workspace)
-
-
-def cmd_config_paths(world, options):
-    """List every place a config is looked for, and what is there.
-
-    Files that are there but not named are never used (contract 12).
-    """
-    rows = [('--config or PREFLIGHT_CONFIG', path, True)
-            for path in world.configs]
-    rows.append(('state directory', os.path.join(world.home, OUR_CONFIG),
-                 not world.configs))
-    rows.append(('only if named with --config', os.path.abspath('.mcp.json'),
-                 False))
-    return [{'path': path, 'how': how, 'found': os.path.isfile(path),
-             'used': is_used and os.path.isfile(path)}
-            for how, path, is_used in rows]
 
 
 def cmd_config_check(world, options):
@@ -4225,19 +4225,6 @@ def new_request_id(world):
                      text[20:]))
 
 
-def _question(world, config, options):
-    refs = unique_refs(pin_pairs(options.ids, options.pin))
-    if options.profile == '':
-        raise UsageError('--profile is empty; an unset variable must not '
-                         'loosen a check')
-    filters = frozenset(name for name in (
-        'read_only_only', 'exclude_destructive', 'exclude_open_world')
-        if getattr(options, name))
-    return Question(refs, operator(config, options.profile), filters,
-                    world.now(), config.settings, world.how,
-                    places_of(world))
-
-
 def pin_pairs(ids, pins):
     """Pair ids with the pins of --pin ID=PIN; raises UsageError."""
     table = {}
@@ -4254,6 +4241,19 @@ def pin_pairs(ids, pins):
             raise UsageError('--pin names %s, which is not asked for'
                              % json.dumps(name))
     return [(word, table.get(word.strip(), '')) for word in ids]
+
+
+def _question(world, config, options):
+    refs = unique_refs(pin_pairs(options.ids, options.pin))
+    if options.profile == '':
+        raise UsageError('--profile is empty; an unset variable must not '
+                         'loosen a check')
+    filters = frozenset(name for name in (
+        'read_only_only', 'exclude_destructive', 'exclude_open_world')
+        if getattr(options, name))
+    return Question(refs, operator(config, options.profile), filters,
+                    world.now(), config.settings, world.how,
+                    places_of(world))
 
 
 def _wait(world, store, config, question, wait_ms):
@@ -4277,36 +4277,6 @@ def _wait(world, store, config, question, wait_ms):
         world.sleep(min(WAIT_STEP_MS, wait_ms - spent) / 1000)
 
 
-def cmd_preflight(world, options):
-    """Check required tools: a Report, whose record is on disk.
-
-    The record is written in the transaction that was judged from, so it is
-    never younger than the verdict. Raises an error, and gives no verdict,
-    when it cannot be written.
-    """
-    wait_ms = parse_wait(options.wait)
-    request_id = options.request_id
-    if request_id is None:
-        request_id = new_request_id(world)
-    elif not re.match(r'[A-Za-z0-9_-]{1,256}\Z', request_id):
-        raise UsageError('--request-id takes 1 to 256 of A-Z a-z 0-9 _ -')
-    config = load_config(world)
-    question = _question(world, config, options)
-    warn_of(world, config, {ref.server for ref in question.refs})
-    if options.sync:
-        _sync_first(world, config, question)
-    with Store(world.home, world) as store:
-        waited = None
-        if wait_ms:
-            waited = _wait(world, store, config, question, wait_ms)
-        with store.write() as con:
-            question = question._replace(now=world.now())
-            report = judge_all(con, config, question, request_id, waited)
-            append_record(con, check_record(report, question.caller,
-                                            question.now))
-    return report
-
-
 def parse_wait(text):
     """Read --wait: milliseconds from 0 to 10 seconds."""
     wait_ms = parse_duration(text) if text is not None else 0
@@ -4324,15 +4294,6 @@ def warn_of(world, config, names):
     if not config.entries:
         for note in config.warnings:
             world.tell('warning: %s' % note)
-
-
-def _sync_first(world, config, question):
-    scope, servers = question.caller.servers, []
-    for name in dict.fromkeys(ref.server for ref in question.refs):
-        server, _ = look_up(config, name)
-        if server and (scope is None or name in scope):
-            servers.append(server)
-    tell_sync(world, run_sync(world, config, servers, None, no_progress))
 
 
 def no_progress(done, total, names):
@@ -4368,6 +4329,45 @@ def tell_sync(world, rows):
                        plural(len(first), 'server'),
                        plural(sum(row.tools for row in first), 'tool'),
                        world.home))
+
+
+def _sync_first(world, config, question):
+    scope, servers = question.caller.servers, []
+    for name in dict.fromkeys(ref.server for ref in question.refs):
+        server, _ = look_up(config, name)
+        if server and (scope is None or name in scope):
+            servers.append(server)
+    tell_sync(world, run_sync(world, config, servers, None, no_progress))
+
+
+def cmd_preflight(world, options):
+    """Check required tools: a Report, whose record is on disk.
+
+    The record is written in the transaction that was judged from, so it is
+    never younger than the verdict. Raises an error, and gives no verdict,
+    when it cannot be written.
+    """
+    wait_ms = parse_wait(options.wait)
+    request_id = options.request_id
+    if request_id is None:
+        request_id = new_request_id(world)
+    elif not re.match(r'[A-Za-z0-9_-]{1,256}\Z', request_id):
+        raise UsageError('--request-id takes 1 to 256 of A-Z a-z 0-9 _ -')
+    config = load_config(world)
+    question = _question(world, config, options)
+    warn_of(world, config, {ref.server for ref in question.refs})
+    if options.sync:
+        _sync_first(world, config, question)
+    with Store(world.home, world) as store:
+        waited = None
+        if wait_ms:
+            waited = _wait(world, store, config, question, wait_ms)
+        with store.write() as con:
+            question = question._replace(now=world.now())
+            report = judge_all(con, config, question, request_id, waited)
+            append_record(con, check_record(report, question.caller,
+                                            question.now))
+    return report
 
 
 def cmd_sync(world, options):
@@ -4557,6 +4557,33 @@ def _check_approve_options(options):
         raise UsageError('--expect goes with exactly one tool id')
 
 
+def _approve(world, store, config, tokens):
+    """Write approvals whose review tokens still fit, in one transaction."""
+    now, rows = world.now(), []
+    with store.write() as con:
+        for name, token in tokens.items():
+            server, tool, _ = _find_tool(con, config, name, world)
+            if not tool.listed or tool.flaw or token != review_token(
+                    tool.hash, tool.hints):
+                raise UsageError('%s changed while it was reviewed; nothing '
+                                 'was approved' % name)
+            old = tool.approved
+            is_same = old and (old.hash, old.hints) == (tool.hash,
+                                                        tool.hints)
+            if not is_same:
+                save_approvals(con, server.name, launch_digest(server),
+                               [tool], ('approve', now))
+            rows.append({'id': name, 'result': 'unchanged' if is_same
+                         else 'approved'})
+        done = [row['id'] for row in rows if row['result'] == 'approved']
+        if done:
+            append_record(con, Record(
+                'approval', 'cli', now, '', 'operator', 'success', {
+                    'action': 'approve', 'tools': done,
+                    'tokens': [tokens[name] for name in done]}))
+    return rows
+
+
 def cmd_tools_approve(world, options):
     """Trust listed definitions: rows of {'id', 'result'}.
 
@@ -4583,33 +4610,6 @@ def cmd_tools_approve(world, options):
                 raise UsageError('not approved: %s' % diff['id'])
             tokens[diff['id']] = wanted
         return _approve(world, store, config, tokens)
-
-
-def _approve(world, store, config, tokens):
-    """Write approvals whose review tokens still fit, in one transaction."""
-    now, rows = world.now(), []
-    with store.write() as con:
-        for name, token in tokens.items():
-            server, tool, _ = _find_tool(con, config, name, world)
-            if not tool.listed or tool.flaw or token != review_token(
-                    tool.hash, tool.hints):
-                raise UsageError('%s changed while it was reviewed; nothing '
-                                 'was approved' % name)
-            old = tool.approved
-            is_same = old and (old.hash, old.hints) == (tool.hash,
-                                                        tool.hints)
-            if not is_same:
-                save_approvals(con, server.name, launch_digest(server),
-                               [tool], ('approve', now))
-            rows.append({'id': name, 'result': 'unchanged' if is_same
-                         else 'approved'})
-        done = [row['id'] for row in rows if row['result'] == 'approved']
-        if done:
-            append_record(con, Record(
-                'approval', 'cli', now, '', 'operator', 'success', {
-                    'action': 'approve', 'tools': done,
-                    'tokens': [tokens[name] for name in done]}))
-    return rows
 
 
 def _cmd_block(world, options, verb):
@@ -4760,6 +4760,24 @@ def cmd_servers_quarantine(world, options):
     return _set_switch(world, options, 'quarantined', True, 'quarantined')
 
 
+def _approve_launch(con, world, server, config):
+    """Make the configured launch known: how many approvals it carries."""
+    name, digest, now = server.name, launch_digest(server), world.now()
+    launches = load_launches(con, name)
+    is_new = not launches and config.settings['quarantine_new_servers']
+    if not is_new and not launch_fact(server, launches, None):
+        return 0
+    link, carried = load_link(con, name, server.file)[2], 0
+    if launches:
+        known = {row.digest for row in launches}
+        old = link.launch if link and link.launch in known else (
+            launches[-1].digest)
+        carried = copy_approvals(con, name, old, digest, now)
+    save_launch(con, name, Launch(digest, launch_text(server), 'approved',
+                                  now, carried > 0))
+    return carried
+
+
 def cmd_servers_approve(world, options):
     """Trust a server's launch as configured, and lift a quarantine.
 
@@ -4789,24 +4807,6 @@ def cmd_servers_approve(world, options):
             _record_server(con, world, server, 'approved')
     return {'server': server.name, 'result': 'approved',
             'carried': carried}
-
-
-def _approve_launch(con, world, server, config):
-    """Make the configured launch known: how many approvals it carries."""
-    name, digest, now = server.name, launch_digest(server), world.now()
-    launches = load_launches(con, name)
-    is_new = not launches and config.settings['quarantine_new_servers']
-    if not is_new and not launch_fact(server, launches, None):
-        return 0
-    link, carried = load_link(con, name, server.file)[2], 0
-    if launches:
-        known = {row.digest for row in launches}
-        old = link.launch if link and link.launch in known else (
-            launches[-1].digest)
-        carried = copy_approvals(con, name, old, digest, now)
-    save_launch(con, name, Launch(digest, launch_text(server), 'approved',
-                                  now, carried > 0))
-    return carried
 
 
 def _filters_of(options):
@@ -5189,6 +5189,15 @@ def _version_text():
     return 'preflight.py %s (%s)\n' % (VERSION, digest[:12])
 
 
+def _configs(options, env):
+    named = options.config or [
+        path for path in env.get('PREFLIGHT_CONFIG', '').split(os.pathsep)
+        if path]
+    if '' in named:
+        raise UsageError('--config is empty')
+    return tuple(named)
+
+
 def _started_how(options, env):
     """Write the command that started this run, for remedies to repeat."""
     words = [sys.executable or 'python3', sys.argv[0] or 'preflight.py']
@@ -5206,15 +5215,6 @@ def _started_how(options, env):
         value = getattr(options, name)
         words += ['--' + name, value] if value else []
     return ' '.join(map(shell_word, words))
-
-
-def _configs(options, env):
-    named = options.config or [
-        path for path in env.get('PREFLIGHT_CONFIG', '').split(os.pathsep)
-        if path]
-    if '' in named:
-        raise UsageError('--config is empty')
-    return tuple(named)
 
 
 def _ask(question):
