@@ -29,6 +29,7 @@ this table and holds the file to it. Numbers without a row are free.
   17 links      carry bytes: a child process on stdio          uses 1-2, 5, 14
   18 sync       observe servers, record what was seen          uses 1-9, 14-17
   20 commands   one function per use case, returns a value     uses 1-12, 14-18
+  22 serve      the loop: request -> answer; tiers, waits      uses 1-20
   23 cli        argparse, dispatch, streams, exit code         uses all
 """
 import sys
@@ -68,6 +69,7 @@ MINUTE_MS = 60 * SECOND_MS
 DAY_MS = 24 * 60 * MINUTE_MS
 MAX_AGE_MS = 15 * MINUTE_MS
 MAX_TTL_MS = DAY_MS
+MAX_DURATION_MS = 100000 * DAY_MS
 START_TIMEOUT_MS = 60 * SECOND_MS
 REQUEST_TIMEOUT_MS = 30 * SECOND_MS
 SYNC_INTERVAL_MS = 5 * MINUTE_MS
@@ -326,6 +328,11 @@ Switch = namedtuple('Switch', 'value over at')
 Switch.__doc__ = """An operator's switch: value, and the config value that
 it overrode; it counts while the config still says that."""
 
+Token = namedtuple('Token', 'name servers profile required at expires_at')
+Token.__doc__ = """An agent token, without its secret. servers: names, ['*']
+for all, or None when it is pinned to a profile; required: [id, pin] pairs;
+expires_at: None for never."""
+
 Observation = namedtuple('Observation', (
     'state cause detail protocol era ttl tools refused warnings stderr'))
 Observation.__doc__ = """What one look at one server found. tools: list of
@@ -357,13 +364,15 @@ def _unique(pairs):
 
 
 def _whole(text):
-    if len(text) <= MAX_DIGITS:
+    if len(text.lstrip('-')) <= MAX_DIGITS:
         return int(text)
     return Refused('a number has over %d digits' % MAX_DIGITS)
 
 
 def _number(text):
-    value = float(text) if len(text) <= MAX_DIGITS else float('inf')
+    if len(text) > MAX_DIGITS:
+        return Refused('a number has over %d digits' % MAX_DIGITS)
+    value = float(text)
     if value - value != 0:      # 1e400 never reaches parse_constant
         return Refused('a number is too large')
     return int(value) if value.is_integer() else value
@@ -375,7 +384,9 @@ def _constant(name):
     return Refused('%s is not JSON' % name)
 
 
-JSON_TOKEN = r'(?s)"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]'
+# A string may lack its end: scanned once more from each quote in it, a
+# long one would take for ever.
+JSON_TOKEN = r'(?s)"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]'
 
 
 def cut_deep(text, limit):
@@ -400,14 +411,15 @@ def cut_deep(text, limit):
     return ''.join(kept)
 
 
-def decode_json(text, limit=MAX_DEPTH):
+def decode_json(text, limit=MAX_DEPTH, number=_number):
     """Parse JSON; a Refused stands where a value may not be trusted.
 
-    Integral floats become integers, so that 1.0 and 1 hash alike. Raises
-    ValueError when the text is not JSON.
+    Integral floats become integers, so that 1.0 and 1 hash alike, unless
+    another reader of numbers is given. Raises ValueError when the text is
+    not JSON.
     """
     return json.loads(cut_deep(text, limit), object_pairs_hook=_unique,
-                      parse_float=_number, parse_int=_whole,
+                      parse_float=number, parse_int=_whole,
                       parse_constant=_constant)
 
 
@@ -442,11 +454,15 @@ def parse_duration(text):
         raise UsageError('%s is not a duration; write for example 500ms, '
                          '1.5s, 1m30s or 2h' % json.dumps(text))
     parts = zip(found.groups(), UNITS_MS)
-    return int(round(sum(float(n) * unit for n, unit in parts if n)))
+    total = sum(float(n) * unit for n, unit in parts if n)
+    if total > MAX_DURATION_MS:
+        raise UsageError('%s is too long; at most %dd' % (
+            json.dumps(text[:40]), MAX_DURATION_MS // DAY_MS))
+    return max(int(round(total)), 1 if total else 0)    # 0 has a meaning
 
 
 def format_duration(ms):
-    """Write milliseconds as people read them: '3m', '1h05m', '250ms'."""
+    """Write milliseconds as people read them: '3m05s', '1h05m', '250ms'."""
     if ms < SECOND_MS:
         return '%dms' % ms
     seconds = ms // SECOND_MS
@@ -454,7 +470,8 @@ def format_duration(ms):
         return '%ds' % seconds
     minutes, hours = seconds // 60, seconds // 3600
     if minutes < 60:
-        return '%dm' % minutes
+        rest = seconds % 60
+        return '%dm%02ds' % (minutes, rest) if rest else '%dm' % minutes
     if hours < 48:
         return '%dh%02dm' % (hours, minutes % 60)
     return '%dd' % (hours // 24)
@@ -469,7 +486,7 @@ def format_time(ms):
 
 TIME = (r'([0-9]{4})-([0-9]{2})-([0-9]{2})(?:[Tt ]([0-9]{2}):([0-9]{2})'
         r'(?::([0-9]{2})(?:\.([0-9]{1,9}))?)?(?:[Zz]|([+-])([0-9]{2}):?'
-        r'([0-9]{2}))?)?$')
+        r'([0-9]{2}))?)?\Z')
 
 
 def parse_time(text):
@@ -479,15 +496,16 @@ def parse_time(text):
     if not found:
         raise UsageError('%s is not a time; write for example 2026-08-27 '
                          'or 2026-08-27T12:30:45Z' % json.dumps(text))
-    y, mon, d, h, m, s, frac, sign, off_h, off_m = found.groups()
-    if not (1 <= int(mon) <= 12 and 1 <= int(d) <= 31 and int(h or 0) < 24
-            and int(m or 0) < 60 and int(s or 0) < 61):
+    y, mon, d, h, m, s, off_h, off_m = [int(found.group(n) or 0) for n in (
+        1, 2, 3, 4, 5, 6, 9, 10)]
+    if not (y and 1 <= mon <= 12 and 1 <= d <= calendar.monthrange(
+            y, mon)[1] and h < 24 and m < 60 and s < 61 and off_h < 24
+            and off_m < 60):
         raise UsageError('%s is not a time that exists' % json.dumps(text))
-    at = calendar.timegm((int(y), int(mon), int(d), int(h or 0),
-                          int(m or 0), int(s or 0))) * 1000
-    at += int((frac or '0').ljust(3, '0')[:3])
-    offset = (int(off_h or 0) * 60 + int(off_m or 0)) * MINUTE_MS
-    return at + offset if sign == '-' else at - offset
+    at = calendar.timegm((y, mon, d, h, m, s)) * 1000
+    at += int((found.group(7) or '0').ljust(3, '0')[:3])
+    offset = (off_h * 60 + off_m) * MINUTE_MS
+    return at + offset if found.group(8) == '-' else at - offset
 
 
 def is_text(value):
@@ -524,20 +542,24 @@ def is_duration(value):
 
 
 # C0, DEL, C1, bidirectional controls, line separators, zero-width marks,
-# lone surrogates: whatever could move a cursor or forge a line.
+# lone surrogates, tags: whatever could move a cursor, forge a line or be
+# read by a model and not by the person who approves it.
 UNSAFE = ('[\x00-\x1f\x7f-\x9f\xad\u061c\u200b-\u200f\u2028-\u202e'
-          '\u2060-\u2069\ufeff\ud800-\udfff]')
+          '\u2060-\u2069\ufeff\ufff9-\ufffb\ud800-\udfff'
+          '\U000e0000-\U000e0fff]')
 
 
-def _escape(found):
+def escape_char(found):
+    """Write a matched character as an escape that YAML knows too."""
     code = ord(found.group())
-    return '\\x%02x' % code if code < 256 else '\\u%04x' % code
+    return ('\\x%02x' if code < 0x100 else '\\u%04x' if code < 0x10000
+            else '\\U%08x') % code
 
 
-def safe_text(text, keep='\0'):
+def safe_text(text, keep=''):
     """Make foreign text fit for a terminal; a newline only if kept."""
-    parts = str(text).split(keep)
-    return keep.join(re.sub(UNSAFE, _escape, part) for part in parts)
+    parts = str(text).split(keep) if keep else [str(text)]
+    return keep.join(re.sub(UNSAFE, escape_char, part) for part in parts)
 
 
 def shell_word(text):
@@ -552,17 +574,26 @@ def plural(count, noun):
     return '%d %s%s' % (count, noun, '' if count == 1 else 's')
 
 
-SECRET_NAME = ('[A-Za-z0-9_.-]*(?:key|token|secret|passw|pwd|credential|'
-               'authorization|cookie|bearer)[A-Za-z0-9_.-]*')
+def _mask_query(found):
+    return found.group(1) + ('?***' if found.group(2) else '')
+
+
+# A whole name that tells of a secret. It is looked at once, from its start:
+# a server writes the text, and must not be able to keep us busy with it.
+SECRET_NAME = (r'(?<![A-Za-z0-9_.-])(?=[A-Za-z0-9_.-]*(?:key|token|secret|'
+               r'passw|pwd|credential|authorization|cookie|bearer))'
+               r'[A-Za-z0-9_.-]+')
+QUOTED = r'"(?:[^"\\\n]|\\.)*"?|\'(?:[^\'\\\n]|\\.)*\'?'    # or cut off
 # Order matters: each rule sees what the ones before it left.
 MASKS = (
-    (r'([a-z][a-z0-9+.-]*://)[^/\s@\'"]+@', r'\1***@'),
-    (r'(?i)(https?://[^\s?#\'"<>]+)\?[^\s\'"<>]*', r'\1?***'),
+    (r'(://)[^/?#\s\'"]*@', r'\1***@'),
+    (r'(://[^\s?#\'"<>]*)(\?[^\s\'"<>]*)?', _mask_query),
+    (r'(?i)(cookie["\']?\s*:\s*)[^\r\n"\']+', r'\1***'),
     (r'(?i)\b(bearer|basic)\s+[^\s"\',;]+', r'\1 ***'),
     (r'(?i)(' + SECRET_NAME + r'["\']?\s*[=:]\s*)(?!\*\*\*)'
-     r'(?:"[^"]*"|\'[^\']*\'|[^\s"\',;&]+)', r'\1***'),
-    (r'(?i)((?<![A-Za-z0-9])--?' + SECRET_NAME + r'[ \t]+)[^\s-][^\s]*',
-     r'\1***'),
+     r'(?:' + QUOTED + r'|[^\s"\',;&]+)', r'\1***'),
+    (r'(?i)((?=-)' + SECRET_NAME + r'[ \t]+)(?:' + QUOTED
+     + r'|[^\s"\'-][^\s]*)', r'\1***'),
     (r'\b(?:sk|pk|rk|gh[pousr]|glpat|xox[abeprs]|tvly|pplx|hf|pfl_agt)'
      r'[-_][A-Za-z0-9._-]{4,}', '***'),
     (r'\b(?:github_pat_|npm_|AKIA|AIza|ya29\.|eyJ)[A-Za-z0-9._-]{12,}',
@@ -585,6 +616,7 @@ def redact(text, secrets=()):
 # 6. identity
 # ==========================================================================
 
+REQUEST_ID = r'[A-Za-z0-9_-]{1,256}\Z'
 ID_HINT = 'An id has the form <server>:<tool>'
 
 
@@ -674,8 +706,9 @@ def review_token(digest, hints):
     return sha256(canonical([HASH_VERSION, digest, hints]))
 
 
+# npm reads its variables in any case.
 CODE_ENV = (r'(?:PATH|LD_.*|DYLD_.*|NODE_OPTIONS|NODE_PATH|PYTHON.*|RUBYOPT'
-            r'|PERL5OPT|BASH_ENV|npm_config_.*)\Z')
+            r'|PERL5OPT|BASH_ENV|(?i:npm_config_).*)\Z')
 
 
 def launch_value(server):
@@ -702,6 +735,11 @@ def mask_args(args):
             word = re.sub(r'(?s)=.*', '=***', word)
         elif after == 'header':
             word = re.sub(r'(?s)[:=].*', ': ***', word)
+        elif re.match('-e[A-Za-z_]|--env=', word):
+            word = re.sub('(?s)^(-e|--env=)([^=]*)=.*', r'\1\2=***', word)
+        elif re.match('-H[A-Za-z]|--header=', word):
+            word = re.sub('(?s)^(-H|--header=)([^:=]*)[:=].*', r'\1\2: ***',
+                          word)
         flag = word.lstrip('-')
         is_flag = word[:1] == '-' and '=' not in word
         after = ''
@@ -740,8 +778,10 @@ path: as the user named the file; file: its real path. base: directory that
 relative paths start from. overlays: (raw, path) pairs from our own files.
 """
 
-COMMENT = r'(?s)"(?:[^"\\\r\n]|\\.)*"|//[^\r\n]*|/\*.*?\*/|/\*'
-TRAILING = r'(?s)"(?:[^"\\\r\n]|\\.)*"|,(?=\s*[}\]])'
+# A string may lack its end, as in JSON_TOKEN.
+STRING = r'(?s)"(?:[^"\\\r\n]|\\.)*"?'
+COMMENT = STRING + r'|//[^\r\n]*|/\*.*?\*/|/\*'
+TRAILING = STRING + r'|,(?=\s*[}\]])'
 
 
 def _blank(found):
@@ -749,7 +789,8 @@ def _blank(found):
     if token[0] == '"':
         return token
     if token == '/*':
-        raise ValueError('a /* comment has no end')
+        raise json.JSONDecodeError('a /* comment has no end', found.string,
+                                   found.start())
     return re.sub(r'[^\r\n]', ' ', token)
 
 
@@ -791,12 +832,20 @@ def _load_json(text, doubles):
     def pairs_seen(pairs):
         table = dict(pairs)
         if len(table) != len(pairs):
-            names = [name for name, _ in pairs]
-            doubles.extend(sorted({n for n in names if names.count(n) > 1}))
+            seen = set()
+            doubles.extend(sorted({name for name, _ in pairs
+                                   if name in seen or seen.add(name)}))
         return table
 
     def refuse(name):
-        raise ValueError('%s is not JSON' % name)
+        at = next(token.start() for token in re.finditer(
+            STRING + '|' + name, text) if token.group() == name)
+        raise json.JSONDecodeError('%s is not JSON' % name, text, at)
+    cut = cut_deep(text, MAX_DEPTH)
+    if cut != text:
+        raise json.JSONDecodeError('it nests deeper than %d levels'
+                                   % MAX_DEPTH, text,
+                                   len(os.path.commonprefix((text, cut))))
     return json.loads(text, object_pairs_hook=pairs_seen,
                       parse_constant=refuse)
 
@@ -807,11 +856,7 @@ def decode_config(data, path):
     Comments and trailing commas are allowed. Raises ConfigError with file,
     line and column when it cannot be parsed.
     """
-    text = _decode_bytes(data, path)
-    if cut_deep(text, MAX_DEPTH) != text:
-        raise ConfigError('config %s nests deeper than %d levels'
-                          % (path, MAX_DEPTH))
-    doubles = []
+    text, doubles = _decode_bytes(data, path), []
     try:
         try:
             table = _load_json(text, doubles)
@@ -819,8 +864,8 @@ def decode_config(data, path):
             del doubles[:]
             table = _load_json(blank_comments(text), doubles)
     except ValueError as exc:
-        at = getattr(exc, 'pos', text.rfind('/*'))
-        before = text[:max(0, at)]
+        at = getattr(exc, 'pos', 0)
+        before = text[:at]
         raise ConfigError('config %s, line %d, column %d: %s%s' % (
             path, before.count('\n') + 1, len(before) - before.rfind('\n'),
             getattr(exc, 'msg', exc), _json_hint(str(exc), text, at))
@@ -888,7 +933,7 @@ CLIENT_KEYS = frozenset(
     'watchPaths working_dir workingDirectory'.split()) | set(CLAUDE_KEYS)
 TRANSPORTS = {'stdio': 'stdio', 'local': 'stdio', 'http': 'http',
               'streamable-http': 'http', 'streamable_http': 'http',
-              'streamableHttp': 'http', 'sse': 'sse'}
+              'streamableHttp': 'http', 'StreamableHTTP': 'http', 'sse': 'sse'}
 CLIENT_DIALECTS = {      # by the end of the path; what is not ours to guess
     '.mcp.json': 'claude-code', '.claude.json': 'claude-code-user',
     'claude_desktop_config.json': 'claude-desktop',
@@ -962,13 +1007,6 @@ def _is_on(raw):
     return raw.get('enabled') is not False
 
 
-def _tool_lists(raw):
-    allow, deny = raw.get('enabled_tools'), raw.get('disabled_tools')
-    if allow and deny:
-        raise BadEntry('enabled_tools and disabled_tools are both given')
-    return allow or None, deny or []
-
-
 def _ignored(raw):
     table = raw.get('ignore_changes') or {}
     for tool, fields in table.items():
@@ -1009,13 +1047,16 @@ def _with_ours(server, raw):
     _check(raw, OUR_KEYS)
     env = _as_texts(raw.get('env'), 'env', True)
     headers = _as_texts(raw.get('headers'), 'headers')
-    allow, deny = _tool_lists(raw)
-    if raw.get('enabled_tools') is None and raw.get('disabled_tools') is None:
-        allow, deny = server.allow, server.deny
 
     def pick(key, value, current):
         return current if raw.get(key) is None else value
-    flags = [key for key in ('enabled', 'disabled') if key in raw]
+    flags = [key for key in ('enabled', 'disabled')
+             if raw.get(key) is not None]
+    allow = pick('enabled_tools', raw.get('enabled_tools') or None,
+                 server.allow)
+    deny = pick('disabled_tools', raw.get('disabled_tools'), server.deny)
+    if allow and deny:
+        raise BadEntry('enabled_tools and disabled_tools are both given')
     return server._replace(
         env=dict(server.env, **env), headers=dict(server.headers, **headers),
         enabled=_is_on(raw) if flags else server.enabled,
@@ -1031,19 +1072,22 @@ def _with_ours(server, raw):
                              server.request_timeout),
         max_age=pick('max_age', _duration(raw, 'max_age'), server.max_age),
         client=pick('client', raw.get('client'), server.client),
-        health=pick('health', raw.get('health'), server.health),
-        ignore_changes=pick('ignore_changes', _ignored(raw),
-                            server.ignore_changes))
+        health=dict(server.health, **(raw.get('health') or {})),
+        ignore_changes=dict(server.ignore_changes, **_ignored(raw)))
+
+
+def _close_matches(*args):
+    import difflib
+    return difflib.get_close_matches(*args)
 
 
 def _unknown_keys(raw, known):
     """Warn of keys that nobody knows, with the nearest that is known."""
-    import difflib
     notes = []
     for key in raw:
         if key in known or key in CLIENT_KEYS:
             continue
-        near = difflib.get_close_matches(key, sorted(known), 1)
+        near = _close_matches(key, sorted(known), 1)
         notes.append('unknown key %s%s' % (
             json.dumps(key), ' (did you mean %s?)' % near[0] if near else ''))
     return notes
@@ -1082,7 +1126,8 @@ def read_claude_entry(name, entry):
     if server.transport == 'auto':
         notes.append('has a url without a type, which Claude Code refuses')
     wait = raw.get('request_timeout_ms', raw.get('timeout'))
-    if is_flag(wait) or not isinstance(wait, (int, float)) or wait < 1000:
+    if is_flag(wait) or not isinstance(wait, (int, float)) or not (
+            1000 <= wait <= MAX_DURATION_MS):
         if wait is not None:
             notes.append('timeout is ignored: it is in milliseconds, at '
                          'least 1000')
@@ -1097,9 +1142,9 @@ def read_claude_entry(name, entry):
 
 NAME = '[A-Za-z_][A-Za-z0-9_]*'
 # dialect -> (reader of an entry, pattern of its references). The groups of
-# the pattern: input id, variable, default. `None` as a reader: not read yet.
+# the pattern: input:id, variable, default.
 DIALECTS = {
-    'preflight': (read_our_entry, r'\$\{(?:input:([^}]*)|(?:env:)?(' + NAME
+    'preflight': (read_our_entry, r'\$\{(?:(input:[^}]*)|(?:env:)?(' + NAME
                   + r')(?::-([^}]*))?)\}'),
     'claude-code': (read_claude_entry, r'\$\{()(' + NAME
                     + r')(?::-([^}]*))?\}'),
@@ -1213,6 +1258,8 @@ def read_config(sources, dialect='', workspace=''):
     settings, profiles = {}, {}
     for path, file, data in sources:
         kind = dialect_of(path, dialect)
+        if kind == 'preflight':     # a link must not hide a client's file
+            kind = dialect_of(file, dialect)
         table, doubles = decode_config(data, path)
         if doubles and kind == 'preflight':
             raise ConfigError('config %s: the key %s stands twice' % (
@@ -1263,9 +1310,11 @@ def look_up(config, name):
                 if raw.get(key) is not None:
                     raise BadEntry('an overlay cannot set %s' % key)
             over = _with_ours(server, raw)
+            notes = _unknown_keys(raw, list(OUR_KEYS))
             marks = ['env.' + key for key in raw.get('env') or ()]
             marks += ['headers.' + key for key in raw.get('headers') or ()]
-            server = over._replace(overlaid=over.overlaid | set(marks))
+            server = over._replace(overlaid=over.overlaid | set(marks),
+                                   warnings=over.warnings + notes)
     except BadEntry as exc:
         return None, 'entry %s in %s was skipped: %s' % (
             json.dumps(name), path, exc)
@@ -1295,7 +1344,7 @@ def expand(text, dialect, environ, base):
     def put(found):
         asked, name, default = found.groups()
         if asked:
-            missing.append('input:' + asked)
+            missing.append(asked)
         elif name in BASE_NAMES:
             return base
         elif environ.get(name) or default is None and name in environ:
@@ -1380,7 +1429,7 @@ def is_reply_to(message, number):
     got = message.get('id')
     if got == number and not isinstance(got, bool) or got == str(number):
         return True
-    if got is None and 'error' in message:
+    if got is None and message.get('error') is not None:
         return True             # it could not read the id of the request
     if got is None or got == 0:
         raise UpstreamError('protocol',
@@ -1453,17 +1502,24 @@ def _client_info():
     return {'name': 'preflight', 'version': VERSION}
 
 
+def _shown(value):
+    """Write a server's value into a sentence, whatever its size."""
+    text = value if is_text(value) else canonical(value)
+    return text if len(text) <= 300 else text[:300] + '...'
+
+
 def _error_text(error):
     if not isinstance(error, dict):
         return 'an error without a reason'
-    return 'error %s: %s' % (error.get('code'), error.get('message'))
+    return 'error %s: %s' % (_shown(error.get('code')),
+                             _shown(error.get('message')))
 
 
 def _result_of(reply, method):
     result = reply.get('result')
-    if 'error' in reply:
+    if reply.get('error') is not None or 'result' not in reply:
         raise UpstreamError('protocol', '%s failed with %s' % (
-            method, _error_text(reply['error'])))
+            method, _error_text(reply.get('error'))))
     if not isinstance(result, dict):
         why = str(result) if isinstance(result, Refused) else 'no object'
         raise UpstreamError('protocol', 'the result of %s cannot be used: %s'
@@ -1471,7 +1527,7 @@ def _result_of(reply, method):
     kind = result.get('resultType', 'complete')
     if kind != 'complete':
         raise UpstreamError('protocol', 'the result of %s is of the unknown '
-                            'type %s' % (method, json.dumps(kind)))
+                            'type %s' % (method, _shown(kind)))
     return result
 
 
@@ -1490,13 +1546,13 @@ def _open_modern(client, refusal=None):
             META + 'clientCapabilities': capabilities_of(client),
             META + 'clientInfo': _client_info()}
     reply = yield Ask('server/discover', {'_meta': meta})
-    if refusal and 'error' in reply:        # the first answer says more
+    if refusal and reply.get('error') is not None:  # the first says more
         _result_of(refusal, 'initialize')
     result = _result_of(reply, 'server/discover')
     versions = result.get('supportedVersions')
     if not isinstance(versions, list) or MODERN_VERSIONS[0] not in versions:
         raise UpstreamError('protocol', 'the server speaks %s, we know %s' % (
-            json.dumps(versions), MODERN_VERSIONS[0]))
+            _shown(versions), MODERN_VERSIONS[0]))
     return (MODERN_VERSIONS[0], 'modern', result.get('capabilities'),
             {'_meta': meta})
 
@@ -1509,8 +1565,9 @@ def _open_handshake(client, version=HANDSHAKE_VERSIONS[0]):
     if error is not None:
         named = _named_versions(error)
         code = error.get('code') if isinstance(error, dict) else None
-        common = [v for v in HANDSHAKE_VERSIONS if v in named]
-        if common and version == HANDSHAKE_VERSIONS[0] != common[0]:
+        common = [v for v in HANDSHAKE_VERSIONS if v in named
+                  and v != version]     # a refusal often names that one too
+        if common and version == HANDSHAKE_VERSIONS[0]:
             return (yield from _open_handshake(client, common[0]))
         if (code in (BAD_VERSION, METHOD_NOT_FOUND, BAD_PARAMS)
                 or set(named) & set(MODERN_VERSIONS)):
@@ -1519,7 +1576,7 @@ def _open_handshake(client, version=HANDSHAKE_VERSIONS[0]):
     spoken = result.get('protocolVersion')
     if spoken not in HANDSHAKE_VERSIONS:
         raise UpstreamError('protocol', 'the server speaks %s, we know %s' % (
-            json.dumps(spoken), ', '.join(HANDSHAKE_VERSIONS)))
+            _shown(spoken), ', '.join(HANDSHAKE_VERSIONS)))
     yield Ask('notifications/initialized', TELL)
     return spoken, 'handshake', result.get('capabilities'), {}
 
@@ -1531,12 +1588,13 @@ def _next_cursor(result, seen):
         return None
     if not is_text(cursor):
         raise UpstreamError('protocol', 'nextCursor is not text')
+    pages = len(seen) + 1
     if cursor in seen:
         if cursor == '':        # some servers mean the end by it
             return None
         raise UpstreamError('protocol', 'pagination loop: a cursor was '
-                            'repeated after %s' % plural(len(seen), 'page'))
-    if len(seen) >= MAX_PAGES:
+                            'repeated after %s' % plural(pages, 'page'))
+    if pages >= MAX_PAGES:
         raise UpstreamError('protocol', 'the list has over %d pages'
                             % MAX_PAGES)
     seen.add(cursor)
@@ -1731,16 +1789,21 @@ def _refused_row(tool, before):
             or old is not None and (old.listed or old.approved))
 
 
-def _differs(old, new):
-    return ((old.hash, old.flaw, riskier_hints(old.hints, new.hints))
-            != (new.hash, new.flaw, []))
-
-
 def _is_news(old, new):
     approved = old.approved if old else None
     return (approved is None or approved.hash != new.hash
             or approved.version != HASH_VERSION
             or bool(riskier_hints(approved.hints, new.hints)))
+
+
+def _is_change(old, new):
+    """Tell whether a known tool moved; one that is back (its approval
+    outlived it) is compared with what was approved."""
+    if old is None or not old.listed:
+        return bool(old and old.approved) and (bool(new.flaw)
+                                               or _is_news(old, new))
+    return ((old.hash, old.flaw, riskier_hints(old.hints, new.hints))
+            != (new.hash, new.flaw, []))
 
 
 def plan_sync(before, seen, is_first, mode):
@@ -1761,9 +1824,9 @@ def plan_sync(before, seen, is_first, mode):
                 '1 was' if len(listed) == 1 else '%d were' % len(listed))))
     rows = [tool for tool in seen.tools if _refused_row(tool, before)]
     names = {tool.name for tool in rows}
-    added = [t.name for t in rows if t.name not in listed]
-    changed = [t.name for t in rows if t.name in listed
-               and _differs(before[t.name], t)]
+    changed = [t.name for t in rows if _is_change(before.get(t.name), t)]
+    added = [t.name for t in rows if t.name not in listed
+             and t.name not in set(changed)]
     approve, how = [], ''
     if is_first:
         approve, how = [t.name for t in rows if not t.flaw], 'baseline'
@@ -1810,6 +1873,11 @@ AGENT_TEXTS = {
     'policy_filtered': ('The policy leaves the tool out.',
                         'Leave the filter out, or use another tool.'),
     'not_found': (NOT_FOUND, 'List the tools and correct the id.'),
+    # Two causes of hash_mismatch, which say nothing of what is stored.
+    'pin_form': ('The pin is not of the form sha256/v<N>:<64 hex digits>.',
+                 'Correct the pin.'),
+    'pin_version': ('The pin is of another hash version than the tool.',
+                    'Renew the pin.'),
 }
 
 
@@ -1852,7 +1920,8 @@ def max_age_of(server, settings, ttl):
     return max(unset, min(ttl or 0, MAX_TTL_MS))
 
 
-def _is_stale(link, limit, now):
+def is_stale(link, limit, now):
+    """Tell whether a good look is too old, or dated in the future."""
     age = now - link.observed_at
     return age < -FUTURE_MS or bool(limit) and age > limit
 
@@ -1883,13 +1952,13 @@ def connection_state(case):
                        'Server %s has never been looked at (%s).' % (
                            name, case.question.places), sync, 'never_seen')
     limit = max_age_of(known.server, case.question.settings, link.ttl)
-    is_stale = link.state == 'ready' and _is_stale(link, limit, now)
+    is_old = link.state == 'ready' and is_stale(link, limit, now)
     if link.state == 'pending_auth':
         return stopped('oauth_required', 'Server %s asked for a login: %s.' % (
             name, link.detail), 'Set headers.Authorization for %s (an entry '
             'in our own config) to a ${VAR}, then run: %s' % (
                 name, sync[5:]))
-    if link.state == 'ready' and not is_stale:
+    if link.state == 'ready' and not is_old:
         return passed('Server %s was seen ready %s ago.' % (
             name, format_duration(max(0, now - link.observed_at))))
     if is_lease_running(link, now):
@@ -1908,7 +1977,7 @@ def connection_state(case):
             name, (link.detail or cause).rstrip('.')),
             sync if action_of('server_unhealthy', cause) == 'restart'
             else show, cause)
-    if is_stale:
+    if is_old:
         return _stale_finding(case, link, limit, sync)
     return stopped('server_initializing', 'Server %s has never been looked '
                    'at (%s).' % (name, case.question.places), sync,
@@ -2057,14 +2126,15 @@ def gate_pin(case):
     """
     if not case.ref.pin:
         return passed('No pin was asked for.')
-    pin, tool = parse_pin(case.ref.pin), case.tool
+    pin, tool, cause = parse_pin(case.ref.pin), case.tool, ''
     if pin is None:
-        fact = 'The pin is not of the form sha256/v<N>:<64 hex digits>.'
+        fact, cause = AGENT_TEXTS['pin_form'][0], 'pin_form'
     elif tool is None:
         return passed('No hash to compare the pin with yet.')
     elif not tool.hash:
         fact = 'There is no hash to compare the pin with.'
     elif pin[0] != tool.version:
+        cause = 'pin_version'
         fact = ('The pin is of hash version %d, the stored hash of version '
                 '%d: the hash version changed and the pin must be renewed.'
                 % (pin[0], tool.version))
@@ -2074,7 +2144,7 @@ def gate_pin(case):
         fact = 'Pinned is %s, last listed is %s.' % (
             format_hash(*pin), format_hash(tool.version, tool.hash))
     return stopped('hash_mismatch', fact,
-                   _run(case, 'tools show', case.ref.id))
+                   _run(case, 'tools show', case.ref.id), cause)
 
 
 def gate_login(case):
@@ -2168,7 +2238,7 @@ def _unavailable(case, finding):
     if case.question.caller.tier != OPERATOR:
         if code in ('server_not_configured', 'server_not_in_scope'):
             code = 'not_found'
-        detail, remedy = AGENT_TEXTS[code]
+        detail, remedy = AGENT_TEXTS.get(finding.cause, AGENT_TEXTS[code])
         if not case.ref.server:
             detail = id_hint(case.ref)
         cause = observed = None
@@ -2272,6 +2342,9 @@ def diff_definitions(old, new):
         lines = list(difflib.unified_diff(
             _lines(before.get(field)), _lines(after.get(field)),
             lineterm='', n=3))[2:]
+        if not lines:       # "5" and 5 look alike as lines
+            lines = [sign + canonical(table.get(field)) for sign, table in (
+                ('-', before), ('+', after))]
         out.append((field, [line for line in lines
                             if not line.startswith('@@')]))
     return out
@@ -2312,15 +2385,9 @@ def render_json(value):
     return json.dumps(value, indent=2) + '\n'
 
 
-def _yaml_escape(found):
-    code = ord(found.group())
-    return ('\\x%02x' if code < 0x100 else '\\u%04x' if code < 0x10000
-            else '\\U%08x') % code
-
-
 def _yaml_leaf(value):
     if isinstance(value, str):
-        return re.sub('[^\x20-\x7e]', _yaml_escape,
+        return re.sub('[^\x20-\x7e]', escape_char,
                       json.dumps(value, ensure_ascii=False))
     if isinstance(value, float) and '.' not in repr(value):
         return repr(value).replace('e', '.0e')
@@ -2365,7 +2432,7 @@ def text_width(text):
     if all(ord(char) < 0x300 for char in text):
         return len(text)
     import unicodedata
-    return sum(0 if unicodedata.combining(c) else
+    return sum(0 if unicodedata.category(c) in ('Mn', 'Me') else
                2 if unicodedata.east_asian_width(c) in 'WF' else 1
                for c in text)
 
@@ -2449,12 +2516,19 @@ def render_rows(rows, columns):
 
 
 def render_fields(row):
-    """Write one dict, a key a line; long text is indented below its key."""
+    """Write one dict, a key a line.
+
+    Text of several lines is indented below its key; only where it may have
+    them is a line break one, or a name could forge a field.
+    """
     width, lines = max(map(len, row)) + 2, []
     for key, value in row.items():
         if isinstance(value, (dict, list)) and key == 'definition':
             value = json.dumps(value, indent=2, ensure_ascii=False)
-        text = safe_text(cell_text(value).rstrip('\n'), '\n') or '-'
+        is_long = key in ('definition', 'stderr')
+        text = safe_text(cell_text(value).rstrip('\n') if is_long
+                         else cell_text(value), '\n' if is_long else '\0')
+        text = text or '-'
         if '\n' in text:
             lines.append(key + ':')
             lines += ['  ' + line for line in text.split('\n')]
@@ -2545,13 +2619,14 @@ def state_home(flag, env):
     Order: --home, PREFLIGHT_HOME, STATE_DIRECTORY (systemd), the XDG state
     directory, ~/.preflight. Never a literal ~, never a relative guess.
     """
-    if flag:
-        return os.path.abspath(flag)
-    if env.get('PREFLIGHT_HOME'):
-        return os.path.abspath(env['PREFLIGHT_HOME'])
-    given = env.get('STATE_DIRECTORY', '').split(':')[0]
-    if given:
-        return os.path.abspath(given)
+    for given in (flag, env.get('PREFLIGHT_HOME'),
+                  env.get('STATE_DIRECTORY', '').split(':')[0]):
+        if given and given[0] == '~':
+            raise StoreError('the state directory %s begins with a ~ that '
+                             'no shell has expanded' % given,
+                             'Write the path in full.')
+        if given:
+            return os.path.abspath(given)
     xdg = env.get('XDG_STATE_HOME', '')
     if os.path.isabs(xdg):
         return os.path.join(xdg, 'preflight')
@@ -2568,11 +2643,15 @@ def os_reason(exc):
 
 
 def make_home(home):
-    """Create the state directory, 0700 whatever the umask."""
+    """Create the state directory, 0700 whatever the umask.
+
+    So are the directories above it that are not there.
+    """
     if os.path.isdir(home):
         return
+    make_home(os.path.dirname(home))
     try:
-        os.makedirs(home, 0o700)
+        os.mkdir(home, 0o700)
         os.chmod(home, 0o700)
     except FileExistsError as exc:
         if not os.path.isdir(home):
@@ -2581,6 +2660,21 @@ def make_home(home):
     except OSError as exc:
         raise StoreError('cannot make the state directory %s: %s' % (
             home, os_reason(exc)), 'Pass --home DIR.') from exc
+
+
+def open_private(path):
+    """Open a file to read and write; made here, it is 0600.
+
+    Whatever the umask is, and without a moment in which others may read.
+    """
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, 'O_CLOEXEC', 0)
+    try:
+        file = os.open(path, flags | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return os.open(path, flags)
+    if hasattr(os, 'fchmod'):
+        os.fchmod(file, 0o600)
+    return file
 
 
 def read_bytes(path):
@@ -2595,12 +2689,13 @@ def read_bytes(path):
 
 def file_system_of(path):
     """Name the type of file system a directory is on, '' if unknown."""
-    best = ('', '')
+    path, best = os.path.realpath(path), ('', '')
     try:
         with open('/proc/self/mounts', encoding='utf-8',
                   errors='replace') as mounts:
             for line in mounts:
                 point, kind = (line.split(' ') + ['', ''])[1:3]
+                point = point.replace('\\040', ' ')
                 inside = path == point or path.startswith(
                     point.rstrip('/') + '/')
                 if inside and len(point) >= len(best[0]):
@@ -2621,22 +2716,30 @@ class FileLock:
 
     def __init__(self, path, world):
         self.path, self.world, self.file = path, world, None
+        self.is_held = False
 
-    def __enter__(self):
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, 'O_CLOEXEC', 0)
+    def take_now(self):
+        """Take the lock if it is free; tells whether it is held.
+
+        Entering it then finds it taken.
+        """
         try:
             if self.file is None:
-                self.file = os.open(self.path, flags, 0o600)
+                self.file = open_private(self.path)
         except OSError as exc:
             raise StoreError('cannot open %s: %s' % (
                 self.path, os_reason(exc))) from exc
+        self.is_held = self.is_held or self._take()
+        return self.is_held
+
+    def __enter__(self):
         end = self.world.clock() + BUSY_TIMEOUT_MS / 1000
         pause = 0.0005
-        while not self._take():
+        while not self.take_now():
             if self.world.clock() > end:
                 raise StoreError('the state database is busy: %s was held '
-                                 'for %d seconds' % (
-                                     self.path, BUSY_TIMEOUT_MS // 1000))
+                                 'for %s' % (self.path, format_duration(
+                                     BUSY_TIMEOUT_MS)))
             self.world.sleep(pause)
             pause = min(pause * 2, 0.004)
         return self
@@ -2650,10 +2753,14 @@ class FileLock:
                 import fcntl
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
-        except OSError:
+        except (BlockingIOError, PermissionError):
             return False
+        except OSError as exc:
+            raise StoreError('cannot lock %s: %s' % (
+                self.path, os_reason(exc))) from exc
 
     def __exit__(self, *exc):
+        self.is_held = False
         if os.name == 'nt':
             import msvcrt
             msvcrt.locking(self.file, msvcrt.LK_UNLCK, 1)
@@ -2704,6 +2811,9 @@ create table switch(server text not null, file text not null,
 create table activity(seq integer primary key, at integer not null,
   request_id text not null, type text not null, status text not null,
   body text not null, hash text not null);
+create table token(name text primary key, digest text not null unique,
+  servers text, profile text, required text not null, at integer not null,
+  expires_at integer) without rowid;
 create index activity_at on activity(at);
 create index activity_request on activity(request_id);
 """
@@ -2714,10 +2824,10 @@ def store_error(exc, path):
     text = str(exc)
     if 'locked' in text or 'busy' in text:
         return StoreError('the state database %s is busy' % path)
-    if 'malformed' in text or 'not a database' in text:
+    if re.search('malformed|not a database|no such (table|column)', text):
         return StoreError(
             'the state database %s is damaged: %s' % (path, text),
-            'Move it aside; the next sync starts a new one.')
+            'Move it aside; the next run starts a new one.')
     if 'readonly' in text or 'unable to open' in text:
         return StoreError('the state database %s cannot be written: %s'
                           % (path, text))
@@ -2739,16 +2849,19 @@ class Transaction:
             con.execute('begin immediate' if self.is_write else 'begin')
             self.store.check_schema()
         except BaseException as exc:
-            self._end('rollback')
+            self._roll_back()
             if isinstance(exc, sqlite3.Error):
                 raise store_error(exc, self.store.path) from exc
             raise
         return con
 
-    def _end(self, verb):
+    def _roll_back(self):
+        import sqlite3
         try:
             if self.store.con.in_transaction:
-                self.store.con.execute(verb)
+                self.store.con.execute('rollback')
+        except sqlite3.Error:
+            pass                # SQLite did, or will when it is closed
         finally:
             if self.is_write:
                 self.store.lock.__exit__()
@@ -2757,14 +2870,11 @@ class Transaction:
         import sqlite3
         try:
             if exc is None:
-                try:
-                    self.store.con.execute('commit')
-                finally:
-                    self._end('rollback')
-            else:
-                self._end('rollback')
+                self.store.con.execute('commit')
         except sqlite3.Error as err:
             raise store_error(err, self.store.path) from err
+        finally:
+            self._roll_back()
         if isinstance(exc, sqlite3.Error):
             raise store_error(exc, self.store.path) from exc
 
@@ -2796,10 +2906,11 @@ class Store:
         if self.con is not None:
             return self.con
         try:
-            if not os.path.exists(self.path) or not os.path.getsize(
-                    self.path):
-                self._create()
-            self.con = self._open()
+            if not self._is_there():
+                with self.lock:
+                    if not self._is_there():
+                        self._create(self.path + '.new')
+            self.con = self._open(self.path)
         except sqlite3.Error as exc:
             raise store_error(exc, self.path) from exc
         except OSError as exc:
@@ -2807,42 +2918,51 @@ class Store:
                 self.path, os_reason(exc))) from exc
         return self.con
 
-    def _open(self):
+    def _is_there(self):
+        return os.path.exists(self.path) and os.path.getsize(self.path) > 0
+
+    def _open(self, path):
         import sqlite3
-        con = sqlite3.connect(self.path, isolation_level=None,
+        con = sqlite3.connect(path, isolation_level=None,
                               timeout=BUSY_TIMEOUT_MS / 1000)
-        con.execute('pragma synchronous=full')
+        try:
+            con.execute('pragma synchronous=full')
+        except sqlite3.Error:
+            con.close()
+            raise
         return con
 
-    def _create(self):
-        """Make the database once, though thirty processes may try.
+    def _create(self, fresh):
+        """Make the database beside its place, under the lock, and move it.
 
-        The file is born 0600 (its journals take its mode), filled in one
-        transaction, and its directory synced: some SQLites never do.
+        So none of thirty processes sees it half made. It is born 0600 (its
+        journals take its mode), and its directory is synced: some SQLites
+        never do. Journals of one that was there before must not be applied.
         """
-        with self.lock:
-            flags = os.O_RDWR | os.O_CREAT | getattr(os, 'O_CLOEXEC', 0)
-            os.close(os.open(self.path, flags, 0o600))
-            con = self._open()
+        for left in [fresh] + [path + end for path in (fresh, self.path)
+                               for end in ('-journal', '-wal', '-shm')]:
+            if os.path.exists(left):
+                os.remove(left)
+        os.close(open_private(fresh))
+        con = self._open(fresh)
+        try:
+            con.execute('begin immediate')
+            for statement in SCHEMA.split(';'):
+                con.execute(statement)
+            con.executemany('insert into meta values(?, ?)', (
+                ('schema', SCHEMA_VERSION), ('generation', 0)))
+            con.execute('commit')
+            if file_system_of(self.home) not in NETWORK_FILE_SYSTEMS:
+                con.execute('pragma journal_mode=wal')
+        finally:
+            con.close()
+        os.replace(fresh, self.path)
+        if os.name != 'nt':
+            place = os.open(self.home, os.O_RDONLY)
             try:
-                con.execute('begin immediate')
-                if not con.execute('select 1 from sqlite_master '
-                                   'limit 1').fetchone():
-                    for statement in SCHEMA.split(';'):
-                        con.execute(statement)
-                    con.executemany('insert into meta values(?, ?)', (
-                        ('schema', SCHEMA_VERSION), ('generation', 0)))
-                con.execute('commit')
-                if file_system_of(self.home) not in NETWORK_FILE_SYSTEMS:
-                    con.execute('pragma journal_mode=wal')
+                os.fsync(place)
             finally:
-                con.close()
-            if os.name != 'nt':
-                place = os.open(self.home, os.O_RDONLY)
-                try:
-                    os.fsync(place)
-                finally:
-                    os.close(place)
+                os.close(place)
 
     def check_schema(self):
         """Refuse a database that another version of this file made."""
@@ -3031,11 +3151,15 @@ def drop_lease(con, name, file, owner):
 
 
 def save_link(con, server_id, link):
-    """Save a completed look at a server and end its lease."""
+    """Save a completed look at a server.
+
+    detail and stderr are foreign text: what SQLite cannot hold is escaped.
+    """
+    link = link._replace(detail=key_text(link.detail),
+                         stderr=key_text(link.stderr))
     con.execute('update server set launch=?, state=?, cause=?, detail=?, '
                 'since=?, observed_at=?, listed_at=?, protocol=?, era=?, '
-                'ttl=?, stderr=?, refused=?, lease_at=null, lease_until='
-                'null, lease_launch=null, lease_owner=null where id=?',
+                'ttl=?, stderr=?, refused=? where id=?',
                 link[:11] + (canonical(link.refused), server_id))
     bump_generation(con)
 
@@ -3120,6 +3244,57 @@ def save_switch(con, name, file, key, switch):
     bump_generation(con)
 
 
+TOKEN_COLUMNS = 'name, servers, profile, required, at, expires_at'
+
+
+def _token(row):
+    return Token(row[0], json.loads(row[1]) if row[1] else None, row[2],
+                 json.loads(row[3]), row[4], row[5])
+
+
+def save_token(con, token, digest):
+    """Save a new Token under the keyed digest of its secret."""
+    con.execute('insert into token values(?, ?, ?, ?, ?, ?, ?)', (
+        token.name, digest, json.dumps(token.servers), token.profile,
+        json.dumps(token.required), token.at, token.expires_at))
+
+
+def load_token(con, digest):
+    """Load the Token of a keyed digest, or None."""
+    row = con.execute('select %s from token where digest=?' % TOKEN_COLUMNS,
+                      (digest,)).fetchone()
+    return _token(row) if row else None
+
+
+def load_tokens(con):
+    """Load all Tokens by name."""
+    return [_token(row) for row in con.execute(
+        'select %s from token order by name' % TOKEN_COLUMNS)]
+
+
+def delete_token(con, name):
+    """Remove a token; tells whether there was one."""
+    return con.execute('delete from token where name=?',
+                       (name,)).rowcount > 0
+
+
+def load_meta(con, key):
+    """Load one value of the meta table, None when it is not there."""
+    row = con.execute('select value from meta where key=?',
+                      (key,)).fetchone()
+    return row[0] if row else None
+
+
+def save_meta(con, key, value):
+    """Save one value of the meta table."""
+    con.execute('insert or replace into meta values(?, ?)', (key, value))
+
+
+def data_version(con):
+    """Give a number that moves when another connection has written."""
+    return con.execute('pragma data_version').fetchone()[0]
+
+
 def load_last_record(con):
     """Load (seq, hash) of the newest audit record, (0, '') for none."""
     row = con.execute('select seq, hash from activity order by seq desc '
@@ -3149,15 +3324,17 @@ def load_record(con, seq):
 def find_records(con, filters, limit, offset):
     """Find audit bodies, newest first: (total, bodies).
 
-    filters: type, status, request_id, since, until (instants), each or
-    None.
+    filters: type, status, request_id, since, until (instants), actor, each
+    or None.
     """
-    tests = {'type': 'type=:type', 'status': 'status=:status',
+    tests = {'actor': 'instr(body, :actor)>0', 'type': 'type=:type', 'status': 'status=:status',
              'request_id': 'request_id=:request_id', 'since': 'at>=:since',
              'until': 'at<:until'}
     on = [tests[key] for key in tests if filters.get(key) is not None]
     where = ' where ' + ' and '.join(on) if on else ''
     given = dict(filters, limit=limit, offset=offset)
+    if given.get('actor') is not None:      # no id can hold a bare quote
+        given['actor'] = '"actor":%s,"status":' % json.dumps(given['actor'])
     total = con.execute('select count(*) from activity' + where,
                         given).fetchone()[0]
     rows = con.execute('select body from activity%s order by seq desc limit '
@@ -4124,37 +4301,62 @@ def known_server(config, name):
     return server
 
 
-def load_cases(con, config, question):
-    """Load what is known for each ref of a question, in one snapshot."""
-    servers, cases = {}, []
+Snapshot = namedtuple('Snapshot', 'con config servers tools')
+Snapshot.__doc__ = """One instant of the state, read as it is asked for.
+
+servers: name -> (Known, row id); tools: (server, tool) -> Tool or None.
+Both fill up; a server that outlives the instant must drop them when the
+generation has moved.
+"""
+
+
+def open_snapshot(con, config):
+    """Open a Snapshot inside a transaction."""
+    return Snapshot(con, config, {}, {})
+
+
+def _known(snap, name):
+    if name not in snap.servers:
+        snap.servers[name] = load_known(snap.con, snap.config, name)
+    return snap.servers[name]
+
+
+def _listed_tool(snap, name, tool):
+    """Give a tool that is now listed under the configured launch."""
+    known, row_id = _known(snap, name)
+    link = known.connection
+    if link is None or not link.state or not is_storable(tool):
+        return None
+    found = load_tools(snap.con, row_id, name, known.launch, tool).get(tool)
+    return found if found and found.listed else None
+
+
+def load_cases(snap, question):
+    """Set what is known beside each ref of a question."""
+    cases = []
     for ref in question.refs:
-        tool, name = None, ref.server
-        if name not in servers:
-            servers[name] = load_known(con, config, name)
-        known, row_id = servers[name]
-        link = known.connection
-        if link and link.state and row_id and is_storable(ref.tool):
-            tool = load_tools(con, row_id, name, known.launch,
-                              ref.tool).get(ref.tool)
-        cases.append(Case(ref, known, tool if tool and tool.listed else None,
-                          question))
+        key = ref.server, ref.tool
+        if key not in snap.tools:
+            snap.tools[key] = _listed_tool(snap, *key)
+        cases.append(Case(ref, _known(snap, ref.server)[0],
+                          snap.tools[key], question))
     return cases
 
 
-def _ids_of_server(con, config, name, word):
+def _ids_of_server(snap, name, word):
     """List ids to suggest from one server, none if it is not visible."""
-    known, row_id = load_known(con, config, name)
+    known, row_id = _known(snap, name)
     link = known.connection
     if (known.server is None or known.disabled or known.quarantined
             or link is None or not link.state):
         return []
-    names = load_listed_names(con, row_id, 1001)
+    names = load_listed_names(snap.con, row_id, 1001)
     if len(names) > 1000:
-        names = load_names_like(con, row_id, word)
+        names = load_names_like(snap.con, row_id, word)
     return ['%s:%s' % (name, tool) for tool in names]
 
 
-def suggest_ids(con, config, question, ref):
+def suggest_ids(snap, question, ref):
     """Suggest up to 3 ids for one that is not there (contract 7).
 
     difflib over 100,000 names takes seconds, so it ranks a shortlist: the
@@ -4162,31 +4364,35 @@ def suggest_ids(con, config, question, ref):
     that very name anywhere.
     """
     scope = question.caller.servers
-    names = [name for name in config.entries
-             if scope is None or name in scope]
+    names = {name for name in snap.config.entries
+             if scope is None or name in scope}
     near, found = [ref.server], []
     if ref.server not in names:
         near = rank_nearest(ref.server, names)
     for name in near:
-        found += _ids_of_server(con, config, name, ref.tool)
-    if is_storable(ref.tool):
-        for name in {home for home, _ in load_homes_of(con, ref.tool)}:
-            if name in names and name not in near:
-                found += [word for word in _ids_of_server(
-                    con, config, name, ref.tool)
-                    if word == '%s:%s' % (name, ref.tool)]
+        found += _ids_of_server(snap, name, ref.tool)
+    homes = load_homes_of(snap.con, ref.tool) if is_storable(
+        ref.tool) else ()
+    for name in {home for home, _ in homes} & names - set(near):
+        if _listed_tool(snap, name, ref.tool):
+            known = _known(snap, name)[0]
+            if not known.disabled and not known.quarantined:
+                found.append('%s:%s' % (name, ref.tool))
     return rank_nearest(ref.id, found)
 
 
-def _suggest_renamed(con, config, question, ref):
+def _suggest_renamed(snap, question, ref):
     """Suggest ids of the server with the nearest name (was it renamed?)."""
-    for name in rank_nearest(ref.server, config.entries, 1):
-        ids = _ids_of_server(con, config, name, ref.tool)
+    scope = question.caller.servers
+    names = [name for name in snap.config.entries
+             if scope is None or name in scope]
+    for name in rank_nearest(ref.server, names, 1):
+        ids = _ids_of_server(snap, name, ref.tool)
         return rank_nearest(ref.id, ids, cutoff=0.0)
     return []
 
 
-def _with_suggestions(con, config, question, answers):
+def _with_suggestions(snap, question, answers):
     """Add did_you_mean to the first misses of a request."""
     left, out = MAX_SUGGESTED, []
     for ref, answer in zip(question.refs, answers):
@@ -4195,16 +4401,16 @@ def _with_suggestions(con, config, question, answers):
             left -= 1
             finder = (suggest_ids if answer.reason == 'not_found'
                       else _suggest_renamed)
-            ids = finder(con, config, question, ref)
+            ids = finder(snap, question, ref)
             answer = answer._replace(did_you_mean=ids or None)
         out.append(answer)
     return out
 
 
-def judge_all(con, config, question, request_id, waited_ms=None):
+def judge_all(snap, question, request_id, waited_ms=None):
     """Judge every ref of a question against one snapshot: a Report."""
-    pairs = [evaluate(case) for case in load_cases(con, config, question)]
-    answers = _with_suggestions(con, config, question,
+    pairs = [evaluate(case) for case in load_cases(snap, question)]
+    answers = _with_suggestions(snap, question,
                                 [answer for answer, _ in pairs])
     verdict = worst_verdict([answer.reason or '' for answer in answers])
     stuck = []
@@ -4232,9 +4438,10 @@ def pin_pairs(ids, pins):
         name, sign, pin = word.rpartition('=')
         if not sign or not name.strip() or not pin.strip():
             raise UsageError('--pin %s is not ID=PIN' % json.dumps(word))
-        if table.setdefault(name.strip(), pin.strip()) != pin.strip():
-            raise UsageError('two pins are given for %s'
-                             % json.dumps(name.strip()))
+        before = table.setdefault(name.strip(), pin.strip())
+        if before != pin.strip():
+            raise UsageError('%s is asked for with two pins: %s and %s' % (
+                json.dumps(name.strip()), before, pin.strip()))
     asked = {word.strip() for word in ids}
     for name in table:
         if name not in asked:
@@ -4259,21 +4466,22 @@ def _question(world, config, options):
 def _wait(world, store, config, question, wait_ms):
     """Poll the state until waiting is of no more use (contract 5).
 
-    Returns the milliseconds waited. The last look, at the deadline itself,
-    is the caller's.
+    Returns the milliseconds waited, and what was told of causes that time
+    alone does not cure. The last look, at the deadline itself, is the
+    caller's.
     """
-    start, is_told = world.clock(), False
+    start, told = world.clock(), []
     while True:
         with store.read() as con:
-            report = judge_all(con, config,
+            report = judge_all(open_snapshot(con, config),
                                question._replace(now=world.now()), '')
         spent = int((world.clock() - start) * 1000)
         if report.verdict != RETRY or spent >= wait_ms:
-            return spent
-        if report.stuck and not is_told:
+            return spent, told
+        if not told:
             for line in report.stuck:
                 world.tell(line)
-            is_told = True
+            told = report.stuck
         world.sleep(min(WAIT_STEP_MS, wait_ms - spent) / 1000)
 
 
@@ -4351,7 +4559,7 @@ def cmd_preflight(world, options):
     request_id = options.request_id
     if request_id is None:
         request_id = new_request_id(world)
-    elif not re.match(r'[A-Za-z0-9_-]{1,256}\Z', request_id):
+    elif not re.match(REQUEST_ID, request_id):
         raise UsageError('--request-id takes 1 to 256 of A-Z a-z 0-9 _ -')
     config = load_config(world)
     question = _question(world, config, options)
@@ -4359,15 +4567,17 @@ def cmd_preflight(world, options):
     if options.sync:
         _sync_first(world, config, question)
     with Store(world.home, world) as store:
-        waited = None
+        waited, told = None, []
         if wait_ms:
-            waited = _wait(world, store, config, question, wait_ms)
+            waited, told = _wait(world, store, config, question, wait_ms)
         with store.write() as con:
             question = question._replace(now=world.now())
-            report = judge_all(con, config, question, request_id, waited)
+            report = judge_all(open_snapshot(con, config), question,
+                               request_id, waited)
             append_record(con, check_record(report, question.caller,
                                             question.now))
-    return report
+    return report._replace(stuck=[line for line in report.stuck
+                                  if line not in told])
 
 
 def cmd_sync(world, options):
@@ -4420,13 +4630,16 @@ def _tool_row(server, tool):
         'last_seen': format_time(tool.last_seen)}
 
 
-def _tools_of(con, config, server):
-    """Load a server's tools under its configured launch: (Tools, row)."""
+def _tools_of(con, config, server, only=None):
+    """Load a server's tools under its configured launch: (Tools, row).
+
+    only: one tool name, or None for all.
+    """
     known, row_id = load_known(con, config, server.name)
     link = known.connection
     if link is None or not link.state:
         return {}, row_id
-    return load_tools(con, row_id, server.name, known.launch), row_id
+    return load_tools(con, row_id, server.name, known.launch, only), row_id
 
 
 def _selected(config, names):
@@ -4455,13 +4668,14 @@ def _find_tool(con, config, text, world):
     ref = parse_id(text)
     if not ref.server:
         raise UsageError('%s: %s' % (json.dumps(ref.id), id_hint(ref)))
-    server = known_server(config, ref.server)
-    tools, row_id = _tools_of(con, config, server)
+    server, tools = known_server(config, ref.server), {}
+    if is_storable(ref.tool):
+        tools, row_id = _tools_of(con, config, server, ref.tool)
     if ref.tool in tools:
         return server, tools[ref.tool], row_id
     question = Question([ref], operator(config), (), 0, config.settings,
                         world.how, '')
-    near = suggest_ids(con, config, question, ref)
+    near = suggest_ids(open_snapshot(con, config), question, ref)
     raise UsageError('no tool %s is known%s' % (
         json.dumps(ref.id), '; did you mean %s?' % ', '.join(near)
         if near else ''), 'See: ' + command_line(
@@ -4532,7 +4746,7 @@ def _to_approve(con, config, options, world):
             server, tool, _ = _find_tool(con, config, text, world)
             found.append((server, tool))
     else:
-        names = [options.server] if options.server else []
+        names = [] if options.server is None else [options.server.strip()]
         for server in _selected(config, names):
             tools, _ = _tools_of(con, config, server)
             found += [(server, tools[name]) for name in sorted(tools)
@@ -4591,20 +4805,22 @@ def cmd_tools_approve(world, options):
     is written; otherwise nothing is approved.
     """
     _check_approve_options(options)
+    is_settled = options.yes or options.expect is not None
     config = load_config(world)
     with Store(world.home, world) as store:
         with store.read() as con:
             found = _to_approve(con, config, options, world)
         tokens = {}
         for _, _, diff in found:
-            wanted = options.expect or diff['token']
+            wanted = (diff['token'] if options.expect is None
+                      else options.expect.lower())
             if wanted != diff['token']:
                 raise UsageError(
                     '%s is not what was reviewed: its token is now %s'
                     % (diff['id'], diff['token']),
                     'Review it again: ' + command_line(
                         world.how, 'tools diff', diff['id']))
-            if not (options.expect or options.yes) and not world.ask(
+            if not is_settled and not world.ask(
                     render_diff(diff) + 'Approve %s?' % safe_text(
                         diff['id'])):
                 raise UsageError('not approved: %s' % diff['id'])
@@ -4624,7 +4840,7 @@ def _cmd_block(world, options, verb):
                 raise UsageError('%s: %s' % (json.dumps(ref.id),
                                              id_hint(ref)))
             server = known_server(config, ref.server)
-            tools, _ = _tools_of(con, config, server)
+            tools, _ = _tools_of(con, config, server, ref.tool)
             if verb == 'block' and ref.tool not in tools:
                 world.tell('note: %s is not known here; the block holds '
                            'when it comes' % json.dumps(ref.id))
@@ -4655,9 +4871,26 @@ def cmd_tools_explain(world, options):
     config = load_config(world)
     question = _question(world, config, options)
     with Store(world.home, world) as store, store.read() as con:
-        case = load_cases(con, config, question)[0]
+        case = load_cases(open_snapshot(con, config), question)[0]
         return [{'gate': gate, 'result': result, 'fact': fact}
                 for gate, result, fact in explain(case)]
+
+
+SERVER_STATES = ('ready', 'pending_auth', 'error', 'stale', 'never_seen',
+                 'disabled', 'quarantined')
+
+
+def server_state(known, settings, now):
+    """Say in one of SERVER_STATES what is known of a server."""
+    link = known.connection
+    if known.disabled or known.quarantined:
+        return 'disabled' if known.disabled else 'quarantined'
+    if link is None or not link.state:
+        return 'never_seen'
+    limit = max_age_of(known.server, settings, link.ttl)
+    if link.state == 'ready' and is_stale(link, limit, now):
+        return 'stale'
+    return link.state
 
 
 def _server_row(con, config, server, now):
@@ -4666,15 +4899,9 @@ def _server_row(con, config, server, now):
     tools = _tools_of(con, config, server)[0].values()
     held = [tool_status(tool)[0] for tool in tools if tool.listed]
     is_seen = link is not None and bool(link.state)
-    state = ('disabled' if known.disabled else 'quarantined'
-             if known.quarantined else link.state if is_seen
-             else 'never_seen')
-    if is_seen and link.state == 'ready' and state == 'ready':
-        limit = max_age_of(server, config.settings, link.ttl)
-        if limit and now - link.observed_at > limit:
-            state = 'stale'
     return {
-        'server': server.name, 'state': state,
+        'server': server.name,
+        'state': server_state(known, config.settings, now),
         'cause': (link.cause or None) if is_seen else None,
         'tools': len(held), 'pending': held.count(PENDING),
         'changed': held.count(CHANGED),
@@ -4706,6 +4933,8 @@ def cmd_servers_show(world, options):
         row = _server_row(con, config, server, world.now())
         known, _ = load_known(con, config, server.name)
         switches = load_switches(con, server.name, server.file)
+        launches = [launch.digest
+                    for launch in load_launches(con, server.name)]
         link = known.connection
     for key in ('enabled', 'quarantined'):
         value, by_switch = switched(getattr(server, key), switches.get(key))
@@ -4714,7 +4943,7 @@ def cmd_servers_show(world, options):
     row['why'] = known.disabled or known.quarantined or None
     row['launch'] = launch_text(server)
     row['launch_digest'] = known.launch
-    row['launch_known'] = known.launch_note
+    row['launch_known'] = known.launch in launches
     row['trust_mode'] = server.trust_mode
     row['max_age'] = format_duration(max_age_of(
         server, config.settings, link.ttl if link else 0))
@@ -4809,10 +5038,112 @@ def cmd_servers_approve(world, options):
             'carried': carried}
 
 
+def hash_token(con, world, text):
+    """Digest a token with the key of this state, made at first use."""
+    import hmac
+    key = load_meta(con, 'token_key')
+    if key is None:
+        key = world.random(32).hex()
+        save_meta(con, 'token_key', key)
+    return hmac.new(key.encode('ascii'), text.encode('utf-8', 'replace'),
+                    'sha256').hexdigest()
+
+
+def _token_row(token):
+    return {'name': token.name, 'allowed_servers': token.servers,
+            'profile_pin': token.profile,
+            'expires_at': format_time(token.expires_at)
+            if token.expires_at is not None else None,
+            'required_tools': [
+                dict({'id': name}, **({'pin_hash': pin} if pin else {}))
+                for name, pin in token.required]}
+
+
+def _required(words):
+    """Read --require ID[=PIN]: [id, pin] pairs."""
+    pairs = []
+    for word in words or ():
+        name, sign, pin = word.rpartition('=')
+        if not sign or parse_pin(pin) is None:
+            name, pin = word, ''
+        if not parse_id(name).server:
+            raise UsageError('--require %s: %s' % (
+                json.dumps(word), id_hint(parse_id(name))))
+        pairs.append((name.strip(), pin))
+    return [[ref.id, ref.pin] for ref in unique_refs(pairs)] if pairs else []
+
+
+def _token_scope(config, options):
+    """Read --servers or --profile: (names or None, profile or None)."""
+    if (options.servers is None) == (options.profile is None):
+        raise UsageError('give --servers a,b or --profile P')
+    if options.profile is not None:
+        operator(config, options.profile)
+        if not options.profile:
+            raise UsageError('--profile is empty')
+        return None, options.profile
+    names = [name.strip() for name in options.servers.split(',')
+             if name.strip()]
+    for name in names:
+        if name != '*':
+            known_server(config, name)
+    return names, None
+
+
+def _record_token(con, world, name, action):
+    append_record(con, Record('token', 'cli', world.now(), '', 'operator',
+                              'success', {'action': action, 'token': name}))
+    bump_generation(con)
+
+
+def cmd_token_create(world, options):
+    """Make an agent token; its secret is shown this once (contract 5)."""
+    if len(options.ids) != 1 or not re.match(r'[A-Za-z0-9_.-]{1,64}\Z',
+                                             options.ids[0]):
+        raise UsageError('give one name for the token: 1 to 64 of A-Z a-z '
+                         '0-9 _ . -')
+    name, now = options.ids[0], world.now()
+    servers, profile = _token_scope(load_config(world), options)
+    expires = None
+    if options.expires != 'never':
+        expires = now + parse_duration(options.expires)
+    token = Token(name, servers, profile, _required(options.require), now,
+                  expires)
+    secret = 'pfl_agt_' + world.random(32).hex()
+    with Store(world.home, world) as store, store.write() as con:
+        if any(other.name == name for other in load_tokens(con)):
+            raise UsageError('a token named %s exists; revoke it first'
+                             % name)
+        save_token(con, token, hash_token(con, world, secret))
+        _record_token(con, world, name, 'create')
+    row = _token_row(token)
+    return dict([('name', row.pop('name')), ('token', secret)], **row)
+
+
+def cmd_token_list(world, options):
+    """List the agent tokens, without their secrets."""
+    with Store(world.home, world) as store, store.read() as con:
+        return [dict(_token_row(token), created_at=format_time(token.at))
+                for token in load_tokens(con)]
+
+
+def cmd_token_revoke(world, options):
+    """Revoke an agent token, from the very next request on."""
+    if len(options.ids) != 1:
+        raise UsageError('give exactly one token name')
+    with Store(world.home, world) as store, store.write() as con:
+        if not delete_token(con, options.ids[0]):
+            raise UsageError('no token is named %s'
+                             % json.dumps(options.ids[0]))
+        _record_token(con, world, options.ids[0], 'revoke')
+    return {'name': options.ids[0], 'result': 'revoked'}
+
+
 def _filters_of(options):
     def instant(text):
         return parse_time(text) if text is not None else None
     return {'type': options.type, 'status': options.status,
+            'actor': getattr(options, 'actor', None),
             'request_id': options.request_id,
             'since': instant(options.since), 'until': instant(options.until)}
 
@@ -4877,6 +5208,1705 @@ def cmd_activity_prune(world, options):
     with Store(world.home, world) as store:
         return {'removed': prune_records(store, world.now() - keep,
                                          'operator')}
+
+
+# ==========================================================================
+# 22. serve (contract 5, 7): one asyncio loop. Bytes -> Request -> a plain
+#     function -> Response. Checks are judged and recorded together, once a
+#     tick, and answered when their batch is on disk.
+# ==========================================================================
+
+MAX_BODY_BYTES = 1 << 20
+MAX_HEAD_BYTES = 32 << 10
+MAX_PEERS = 1000
+MAX_WAITS = 4
+MAX_STREAMS = 64
+MAX_CACHED = 20000              # tools held between two state changes
+READ_TIMEOUT_S = 10             # a whole request, from its first byte
+IDLE_TIMEOUT_S = 75
+SHUTDOWN_S = 5
+KEEP_ALIVE_S = 15               # between comments on an event stream
+REQUEST_DEPTH = 64
+SECRET_PREFIX = 'pfl_agt_'
+
+PHRASES = {200: 'OK', 202: 'Accepted', 400: 'Bad Request',
+           401: 'Unauthorized', 403: 'Forbidden', 404: 'Not Found',
+           405: 'Method Not Allowed', 408: 'Request Timeout',
+           411: 'Length Required', 413: 'Content Too Large',
+           431: 'Request Header Fields Too Large',
+           500: 'Internal Server Error', 503: 'Service Unavailable'}
+
+Request = namedtuple('Request', 'method path query headers body id is_last')
+Request.__doc__ = """One request. path: decoded; query: name -> values; id:
+the X-Request-Id that answers it; is_last: the connection closes after."""
+
+Response = namedtuple('Response', 'status body kind headers')
+Response.__doc__ = """One response. body: bytes; kind: its media type;
+headers: further (name, value) pairs."""
+
+Who = namedtuple('Who', 'tier token')
+Who.__doc__ = """Whose credential a request carries; token: Token or None
+(the operator)."""
+
+
+class HttpError(PreflightError):
+    """A request that is refused, with a status of contract 5."""
+
+    def __init__(self, status, message, headers=()):
+        super().__init__(message)
+        self.http_status, self.headers = status, headers
+
+
+def respond(value, status=200, headers=()):
+    """Make a JSON response."""
+    body = json.dumps(value, separators=(',', ':')).encode('ascii')
+    return Response(status, body + b'\n', 'application/json', headers)
+
+
+def respond_text(text, status=200):
+    """Make a plain one-word response."""
+    return Response(status, text.encode('ascii') + b'\n', 'text/plain', ())
+
+
+def respond_error(exc, request_id):
+    """Make the error envelope of contract 5."""
+    return respond({'success': False, 'error': str(exc),
+                    'request_id': request_id}, exc.http_status,
+                   getattr(exc, 'headers', ()))
+
+
+# Of these a second one would leave open which counts.
+SINGLE_HEADERS = (b'content-length', b'transfer-encoding', b'host', b'origin',
+                  b'authorization', b'x-api-key', b'x-request-id', b'expect')
+
+
+def _header_pairs(lines):
+    seen = {}
+    for line in lines:
+        found = re.match(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*"
+                         rb'([\x20-\x7e\x80-\xff\t]*?)[ \t]*\Z', line)
+        if not found:
+            raise HttpError(400, 'a header line is malformed')
+        name = found.group(1).lower()
+        if name in SINGLE_HEADERS and name in seen:
+            raise HttpError(400, 'the header %s stands twice'
+                            % name.decode('ascii'))
+        seen[name] = found.group(2)
+    return seen
+
+
+def check_framing(head):
+    """Refuse a head that two readers could frame differently (RFC 9112).
+
+    head: the bytes before the empty line. Returns the length of the body,
+    None for none, or 'chunked'. Raises HttpError, and the connection closes.
+    """
+    lines = head.split(b'\r\n')
+    if not re.match(rb'[A-Z]{1,20} [\x21-\x7e]+ HTTP/1\.[01]\Z', lines[0]):
+        raise HttpError(400, 'the request line is malformed')
+    seen = _header_pairs(lines[1:])
+    is_old = lines[0].endswith(b'1.0')
+    if b'host' not in seen and not is_old:
+        raise HttpError(400, 'the header Host is missing')
+    coding, length = seen.get(b'transfer-encoding'), seen.get(
+        b'content-length')
+    if coding is not None:
+        if length is not None or is_old or coding.lower() != b'chunked':
+            raise HttpError(400, 'Transfer-Encoding must be chunked, alone')
+        return 'chunked'
+    if length is None:
+        return None
+    if not re.match(rb'[0-9]{1,18}\Z', length):
+        raise HttpError(400, 'Content-Length must be digits')
+    if int(length) > MAX_BODY_BYTES:
+        raise HttpError(400, 'the body is over 1 MiB')
+    return int(length)
+
+
+class Body:
+    """Collects a body of a known length, or in chunks (RFC 9112, 7.1)."""
+
+    def __init__(self, length):
+        self.is_chunked = length == 'chunked'
+        self.left = None if self.is_chunked else length or 0
+        self.is_ending = False
+        self.parts, self.size = [], 0
+
+    def feed(self, data):
+        """Consume a bytearray from its front; True once it is complete."""
+        if not self.is_chunked:
+            return self._take(data)
+        while True:
+            if self.is_ending:
+                return self._end(data)
+            if self.left is None:
+                if not self._size_line(data):
+                    return False
+            elif not self._take(data) or len(data) < 2:
+                return False
+            else:
+                if data[:2] != b'\r\n':
+                    raise HttpError(400, 'a chunk is malformed')
+                del data[:2]
+                self.left = None
+
+    def _take(self, data):
+        piece = bytes(data[:self.left])
+        del data[:self.left]
+        if piece:
+            self.parts.append(piece)
+        self.left -= len(piece)
+        return self.left == 0
+
+    def _size_line(self, data):
+        end = data.find(b'\r\n', 0, 200)
+        if end < 0 and len(data) < 200:
+            return False
+        found = re.match(rb'([0-9A-Fa-f]{1,8})(?:[ \t]*;[\x20-\x7e\t]*)?\Z',
+                         bytes(data[:max(end, 0)]))
+        if not found:
+            raise HttpError(400, 'a chunk is malformed')
+        del data[:end + 2]
+        self.left = int(found.group(1), 16)
+        self.size += self.left
+        self.is_ending = self.left == 0
+        if self.size > MAX_BODY_BYTES:
+            raise HttpError(400, 'the body is over 1 MiB')
+        return True
+
+    def _end(self, data):
+        if len(data) >= 2 and data[:2] != b'\r\n':
+            raise HttpError(400, 'trailers are not accepted')
+        if len(data) < 2:
+            return False
+        del data[:2]
+        return True
+
+
+def strict_json(data):
+    """Parse a request's body; raises HttpError 400 with the rule broken."""
+    try:
+        text = data.decode('utf-8')
+    except UnicodeDecodeError:
+        raise HttpError(400, 'the body is not UTF-8') from None
+    if text[:1] == '\ufeff':
+        raise HttpError(400, 'the body begins with a byte order mark')
+    try:
+        value = decode_json(text, REQUEST_DEPTH, float)
+    except ValueError as exc:
+        raise HttpError(400, 'the body is not exactly one JSON object: %s'
+                        % exc) from exc
+    why = find_refused(value)
+    if why:
+        raise HttpError(400, 'the body cannot be used: %s' % why)
+    if not isinstance(value, dict):
+        raise HttpError(400, 'the body is not exactly one JSON object')
+    return value
+
+
+CHECK_KEYS = ('tools', 'profile', 'policy', 'wait_ms')
+FILTERS = ('read_only_only', 'exclude_destructive', 'exclude_open_world')
+
+Asked = namedtuple('Asked', 'pairs profile filters wait_ms')
+Asked.__doc__ = """A check as a request asks for it, before any look-up.
+pairs: (id, pin), None when the request leaves the tools to its token."""
+
+
+def _only_keys(table, keys, where):
+    for key in table:
+        if key == 'as_user':
+            raise HttpError(400, 'as_user is reserved')
+        if key not in keys:
+            raise HttpError(400, 'unknown key %s%s' % (json.dumps(key),
+                                                       where))
+
+
+def _asked_tools(tools):
+    if not isinstance(tools, list):
+        raise HttpError(400, 'tools must be an array')
+    if not tools:
+        raise HttpError(400, 'tools is empty')
+    if len(tools) > MAX_IDS:
+        raise HttpError(400, 'tools has over %d entries' % MAX_IDS)
+    pairs = []
+    for item in tools:
+        if not isinstance(item, dict):
+            raise HttpError(400, 'an entry of tools must be an object')
+        _only_keys(item, ('id', 'pin_hash'), ' in an entry of tools')
+        pin = item.get('pin_hash')
+        if not is_text(item.get('id')) or not (pin is None or is_text(pin)):
+            raise HttpError(400, 'id and pin_hash must be strings')
+        pairs.append((item['id'], pin or ''))
+    return pairs
+
+
+def parse_check(data, has_own_tools):
+    """Read the body of POST /api/v1/preflight (contract 5) into Asked.
+
+    has_own_tools: the caller's token carries required tools, so that the
+    key may be left out. Raises HttpError 400 naming the rule broken.
+    """
+    table = strict_json(data)
+    _only_keys(table, CHECK_KEYS, '')
+    if table.get('tools') is None and has_own_tools:
+        pairs = None
+    elif table.get('tools') is None:
+        raise HttpError(400, 'tools is missing')
+    else:
+        pairs = _asked_tools(table['tools'])
+        unique_refs(pairs)
+    wait_ms, profile = table.get('wait_ms'), table.get('profile')
+    policy = table.get('policy')
+    if wait_ms is not None and (type(wait_ms) is not int
+                                or not 0 <= wait_ms <= MAX_WAIT_MS):
+        raise HttpError(400, 'wait_ms must be an integer from 0 to %d'
+                        % MAX_WAIT_MS)
+    if profile is not None and not is_text(profile):
+        raise HttpError(400, 'profile must be a string')
+    if policy is not None and not isinstance(policy, dict):
+        raise HttpError(400, 'policy must be an object')
+    _only_keys(policy or {}, FILTERS, ' in policy')
+    for key, value in (policy or {}).items():
+        if not (value is None or is_flag(value)):
+            raise HttpError(400, 'policy.%s must be true or false' % key)
+    on = frozenset(key for key in FILTERS if (policy or {}).get(key))
+    return Asked(pairs, profile or '', on, wait_ms or 0)
+
+
+def caller_of(who, config, profile):
+    """Give the Caller of a credential, narrowed by a profile.
+
+    For an agent an unknown profile and one that shares no server with its
+    scope are the same error (contract 5). Raises UsageError.
+    """
+    if who.token is None:
+        return operator(config, profile)
+    token, servers = who.token, None
+    if token.profile is not None:
+        servers = frozenset(config.profiles.get(token.profile, ()))
+    elif token.servers != ['*']:
+        servers = frozenset(token.servers)
+    if profile:
+        members = frozenset(config.profiles.get(profile, ()))
+        servers = members if servers is None else members & servers
+        if not servers:
+            raise HttpError(400, 'Unknown profile')
+    return Caller(AGENT, token.name, profile, servers)
+
+
+class Check:
+    """One check under way: from its request to its answer."""
+
+    def __init__(self, peer, request, who, asked):
+        self.peer, self.request, self.who = peer, request, who
+        self.asked = asked
+        self.is_ready_probe = False     # /readyz?tool=: 503 when not ready
+        self.is_final = False           # its wait is over
+        self.start = self.end = None    # of the wait, monotonic seconds
+
+
+class Gate:
+    """Judges checks in batches; each is released when its record is there.
+
+    One synced commit per tick, however many checks are in it. A failed
+    write is 503 for exactly the checks of that batch.
+    """
+
+    def __init__(self, service):
+        self.service, self.world = service, service.world
+        self.store = Store(self.world.home, self.world)
+        self.todo, self.waiting = [], set()
+        self.is_scheduled, self.since = False, None
+        self.cache, self.mark = None, None
+        self.write_seconds, self.write_count = 0, 0
+
+    def submit(self, check):
+        """Take a check into the next batch."""
+        self.todo.append(check)
+        if not self.is_scheduled:
+            self.is_scheduled = True
+            self.service.loop.call_soon(self.flush)
+
+    def _later(self, seconds):
+        self.is_scheduled = True
+        self.service.loop.call_later(seconds, self.flush)
+
+    def flush(self):
+        """Judge, record and answer what has come together."""
+        self.is_scheduled = False
+        now = self.world.clock()
+        self.since = self.since or now
+        if not self.service.configs.is_settled():
+            return self._later(0.2)
+        is_late = now - self.since > BUSY_TIMEOUT_MS / 1000
+        if not is_late and not self.store.lock.take_now():
+            return self._later(0.002)
+        batch, self.todo, self.since = self.todo, [], None
+        try:
+            if is_late:
+                raise StoreError('the state database is busy')
+            config = self.service.configs.current()
+            with self.store.write() as con:
+                done = [(check, self._judge(con, config, check))
+                        for check in batch]
+            self.write_seconds += self.world.clock() - now
+            self.write_count += 1
+        except PreflightError as exc:
+            self.cache = None
+            done = [(check, exc) for check in batch]
+        finally:
+            if self.store.lock.is_held:
+                self.store.lock.__exit__()
+        self._answer(done)
+
+    def snapshot(self, con, config):
+        """Give the rows read before, unless the state has moved.
+
+        data_version on this connection moves for others' commits only, and
+        generation only with the state, not with audits.
+        """
+        version = data_version(con)
+        mark = self.mark
+        if self.cache is None or mark[0] != version or (
+                mark[2] is not config):
+            generation = load_meta(con, 'generation')
+            if self.cache is None or mark[1:] != (generation, config):
+                self.cache = open_snapshot(con, config)
+            self.mark = (version, generation, config)
+        if len(self.cache.tools) > MAX_CACHED:
+            self.cache = open_snapshot(con, config)
+        return self.cache
+
+    def evaluate(self, con, config, check):
+        """Judge one check now: (Report, Caller). Raises HttpError."""
+        token = check.who.token
+        if token and not self.service.is_valid(con, token):
+            raise HttpError(401, 'the token was revoked or has expired')
+        caller = caller_of(check.who, config, check.asked.profile)
+        pairs = check.asked.pairs
+        if pairs is None:
+            pairs = token.required
+        waited = None
+        if check.asked.wait_ms:
+            spent = self.world.clock() - check.start if check.start else 0
+            waited = int(spent * 1000)
+        question = Question(unique_refs(pairs), caller, check.asked.filters,
+                            self.world.now(), config.settings,
+                            self.world.how, places_of(self.world))
+        return judge_all(self.snapshot(con, config), question,
+                         check.request.id, waited), question
+
+    def _judge(self, con, config, check):
+        """Judge and record one check, or let it wait: what answers it."""
+        try:
+            report, question = self.evaluate(con, config, check)
+        except PreflightError as exc:
+            return exc
+        if (report.verdict == RETRY and check.asked.wait_ms
+                and not check.is_final and len(self.waiting) < MAX_WAITS):
+            self._wait(check)
+            return None
+        append_record(con, check_record(report, question.caller,
+                                        question.now, 'api'))
+        return report
+
+    def _wait(self, check):
+        check.start = self.world.clock()
+        check.end = check.start + check.asked.wait_ms / 1000
+        self.waiting.add(check)
+        self._poll_later(check)
+
+    def _poll_later(self, check):
+        left = check.end - self.world.clock()
+        self.service.loop.call_later(
+            max(0, min(WAIT_STEP_MS / 1000, left)), self._poll, check)
+
+    def _poll(self, check):
+        if check not in self.waiting:
+            return              # its client has gone
+        is_over = self.world.clock() >= check.end
+        try:
+            if not is_over and self.service.configs.is_settled():
+                with self.store.read() as con:
+                    report, _ = self.evaluate(
+                        con, self.service.configs.current(), check)
+                is_over = report.verdict != RETRY
+        except PreflightError:
+            is_over = True      # the last look words it
+        if is_over:
+            self.finish(check)
+        else:
+            self._poll_later(check)
+
+    def finish(self, check):
+        """End a wait: one last look, then the answer."""
+        self.waiting.discard(check)
+        check.is_final = True
+        self.submit(check)
+
+    def drop(self, peer):
+        """Forget the wait of a client that has gone; tells if it had one."""
+        gone = {check for check in self.waiting if check.peer is peer}
+        self.waiting -= gone
+        return bool(gone)
+
+    def _answer(self, done):
+        for check, result in done:
+            if isinstance(result, PreflightError):
+                check.peer.reply(respond_error(result, check.request.id),
+                                 check.who)
+            elif result is not None:
+                self.service.counts.check(result)
+                is_bad = check.is_ready_probe and result.verdict != READY
+                check.peer.reply(respond(
+                    {'success': True, 'data': report_data(result)},
+                    503 if is_bad else 200), check.who)
+
+
+class Configs:
+    """The config files, read again when they change (contract 5)."""
+
+    def __init__(self, world):
+        self.world = world
+        self.config, self.stamp, self.fault = None, None, None
+        self.retry_at = None
+
+    def _stamp(self):
+        stamps = []
+        for path in config_paths(self.world):
+            try:
+                info = os.stat(path)
+                stamps.append((info.st_mtime, info.st_size, info.st_ino))
+            except OSError as exc:
+                stamps.append(exc.errno)
+        return stamps
+
+    def is_settled(self):
+        """Read what has changed; False while a second try is due."""
+        stamp, now = self._stamp(), self.world.clock()
+        if stamp == self.stamp and (self.fault is None
+                                    or self.retry_at is None):
+            return True
+        if self.retry_at is not None and now < self.retry_at:
+            return False
+        try:
+            self.config, self.fault = load_config(self.world), None
+            self.retry_at = None
+        except ConfigError as exc:
+            is_second = self.retry_at is not None
+            self.fault = exc
+            self.retry_at = None if is_second else now + 0.2
+            self.stamp = stamp
+            return is_second
+        self.stamp = stamp
+        return True
+
+    def current(self):
+        """Give the Config; raises ConfigError while it cannot be read."""
+        if self.fault is not None:
+            raise self.fault
+        return self.config
+
+
+class Counts:
+    """Counters for /metrics."""
+
+    def __init__(self):
+        self.verdicts = dict.fromkeys(EXIT_CODES, 0)
+        self.reasons = dict.fromkeys(REASONS, 0)
+        self.statuses = {}
+        self.ready = 0
+
+    def check(self, report):
+        """Count one check and its results."""
+        self.verdicts[report.verdict] += 1
+        for answer in report.answers:
+            if answer.reason:
+                self.reasons[answer.reason] += 1
+            else:
+                self.ready += 1
+
+
+class Peer:
+    """One connection: an asyncio protocol that reads one request a time."""
+
+    def __init__(self, service, is_local):
+        self.service, self.is_local = service, is_local
+        self.transport, self.buffer = None, bytearray()
+        self.request, self.body = None, None    # being read
+        self.current = None                     # being answered
+        self.is_busy = self.is_closing = self.is_stream = False
+        self.deadline, self.start = 0, 0
+
+    def connection_made(self, transport):
+        """Begin; a local peer must be the same user, where the OS tells."""
+        self.transport = transport
+        self.deadline = self.service.world.clock() + READ_TIMEOUT_S
+        if not self.service.admit_peer(self):
+            self.is_closing = True
+            transport.close()
+
+    def connection_lost(self, exc):
+        """Forget all that waited for this peer."""
+        self.is_closing = True
+        self.service.peers.discard(self)
+        self.service.gate.drop(self)
+        self.service.events.drop(self)
+
+    def eof_received(self):
+        """Let an answer under way go out; a waiting one has lost its peer."""
+        is_gone = self.service.gate.drop(self) or self.is_stream
+        self.is_closing = True
+        is_tls = self.transport.get_extra_info('sslcontext') is not None
+        return self.is_busy and not is_gone and not is_tls
+
+    def pause_writing(self):
+        """Take no more requests from a peer that does not read."""
+        self.transport.pause_reading()
+
+    def resume_writing(self):
+        """Go on once it reads again."""
+        self.transport.resume_reading()
+
+    def data_received(self, data):
+        """Take bytes; what follows a request waits until it is answered."""
+        if self.is_stream:
+            return
+        if not self.buffer and self.request is None:
+            self.deadline = self.service.world.clock() + READ_TIMEOUT_S
+        self.buffer += data
+        if not self.is_busy:
+            self.advance()
+        elif len(self.buffer) > MAX_BODY_BYTES + MAX_HEAD_BYTES:
+            self.transport.pause_reading()
+
+    def advance(self):
+        """Read a request from the buffer and hand it over."""
+        try:
+            if self.request is None and not self._take_head():
+                return
+            if not self.body.feed(self.buffer):
+                return self._continue()
+        except PreflightError as exc:
+            return self._refuse(exc)
+        self.current = self.request._replace(body=b''.join(self.body.parts))
+        self.request, self.is_busy = None, True
+        self.start = self.service.world.clock()
+        self.service.handle(self, self.current)
+
+    def _refuse(self, exc):
+        """Answer what is no request, and close: its bytes are not read."""
+        world = self.service.world
+        self.current = self.request or Request(
+            '-', '-', {}, {}, b'', new_request_id(world), True)
+        self.request, self.is_busy, self.is_closing = None, True, True
+        self.start = world.clock()
+        self.reply(respond_error(exc, self.current.id), None)
+
+    def _take_head(self):
+        if self.buffer[:2] == b'\r\n':
+            del self.buffer[:2]         # RFC 9112, 2.2
+        end = self.buffer.find(b'\r\n\r\n')
+        if max(end, len(self.buffer) if end < 0 else 0) > MAX_HEAD_BYTES:
+            raise HttpError(431, 'the headers are larger than %d bytes'
+                            % MAX_HEAD_BYTES)
+        if end < 0:
+            return False
+        head = bytes(self.buffer[:end])
+        del self.buffer[:end + 4]
+        length = check_framing(head)
+        self.request = self.service.parse_head(head)
+        if length is None and self.request.method in ('POST', 'PUT',
+                                                      'PATCH'):
+            raise HttpError(411, 'the request has no Content-Length and is '
+                            'not chunked')
+        self.body = Body(length)
+        return True
+
+    def _continue(self):
+        """Ask for the body, once what stands before it is admitted."""
+        headers = self.request.headers
+        if headers.pop('expect', '').lower() == '100-continue':
+            try:
+                self.service.admit(self, self.request)
+            except PreflightError as exc:
+                return self._refuse(exc)
+            self.transport.write(b'HTTP/1.1 100 Continue\r\n\r\n')
+
+    def expire(self):
+        """End a peer that is too slow, or idle."""
+        if self.buffer or self.request:
+            self._refuse(HttpError(408, 'the request was too slow'))
+        else:
+            self.transport.close()
+
+    def reply(self, response, who):
+        """Write a response in one go, and read on."""
+        if self.transport.is_closing() or not self.is_busy:
+            return
+        request, service = self.current, self.service
+        if request.is_last or service.is_stopping:
+            self.is_closing = True
+        self.transport.write(encode_response(response, request.id,
+                                             self.is_closing))
+        service.log(self, request, response, who)
+        self.is_busy = False
+        if self.is_closing:
+            return self.transport.close()
+        self.deadline = service.world.clock() + (
+            READ_TIMEOUT_S if self.buffer else IDLE_TIMEOUT_S)
+        self.transport.resume_reading()
+        if self.buffer:
+            service.loop.call_soon(self._next)
+
+    def _next(self):
+        if not self.is_busy and not self.is_closing:
+            self.advance()
+
+
+def encode_response(response, request_id, is_last):
+    """Write the bytes of a response."""
+    lines = ['HTTP/1.1 %d %s' % (response.status,
+                                 PHRASES[response.status]),
+             'Content-Type: ' + response.kind,
+             'X-Request-Id: ' + request_id]
+    if response.body is not None:
+        lines.append('Content-Length: %d' % len(response.body))
+    lines += ['%s: %s' % pair for pair in response.headers]
+    lines += ['Cache-Control: no-store', 'X-Content-Type-Options: nosniff']
+    if is_last:
+        lines.append('Connection: close')
+    head = '\r\n'.join(lines) + '\r\n\r\n'
+    return head.encode('ascii') + (response.body or b'')
+
+
+class Events:
+    """GET /events: a change of a server's or tool's readiness.
+
+    Each event but a passing of time carries the place of the audit record
+    behind it as its id, so Last-Event-ID resumes, over a restart too.
+    """
+
+    TICK_S = 0.25
+
+    def __init__(self, service):
+        self.service, self.peers = service, {}  # peer -> (Who, last beat)
+        self.seen, self.states = 0, {}
+        self.is_running = False
+
+    def drop(self, peer):
+        """Forget a client that has gone."""
+        self.peers.pop(peer, None)
+
+    def open(self, peer, request, who):
+        """Begin a stream, with what came after Last-Event-ID."""
+        if len(self.peers) >= MAX_STREAMS:
+            raise HttpError(503, 'too many event streams are open')
+        last = request.headers.get('last-event-id', '')
+        with self.service.gate.store.read() as con:
+            head = load_last_record(con)[0]
+            config = self.service.configs.current()
+            since = int(last) if re.match(r'[0-9]{1,15}\Z', last) else head
+            missed = self._since(con, config, min(since, head))
+            if not self.peers:
+                self.seen = head
+                self.states = self._all_states(con, config)
+        peer.is_stream, peer.deadline = True, None
+        head_bytes = encode_response(Response(
+            200, None, 'text/event-stream', ()), request.id, True)
+        peer.transport.write(head_bytes + b': ready\nid: %d\n\n'
+                             % min(since, head))
+        self.service.log(peer, request, Response(200, b'', '', ()), who)
+        self.peers[peer] = [who, self.service.world.clock()]
+        for event in missed:
+            self._send(peer, config, *event)
+        if not self.is_running:
+            self.is_running = True
+            self.service.loop.call_later(self.TICK_S, self._tick)
+
+    def _all_states(self, con, config):
+        now = self.service.world.now()
+        return {server.name: server_state(
+            *load_known(con, config, server.name)[:1], config.settings, now)
+            for server in all_servers(config)[0]}
+
+    def _since(self, con, config, seq):
+        """List what records after seq changed: (id, kind, data) each."""
+        out, names = [], {}
+        for row in load_records(con, seq):
+            data = json.loads(row[5])['metadata']
+            if row[3] not in ('sync', 'approval', 'server'):
+                continue
+            if data.get('server'):
+                names[data['server']] = row[0]
+            for key in ('added', 'changed', 'vanished', 'tools'):
+                for name in data.get(key) or ():
+                    out.append((row[0], 'tool', name))
+        events = [(at, 'server', name) for name, at in names.items()]
+        return sorted(events + out)
+
+    def _tick(self):
+        """Look for changes, while anybody listens."""
+        self.is_running = bool(self.peers)
+        if not self.peers:
+            return
+        try:
+            if self.service.configs.is_settled():
+                self._look()
+        except PreflightError as exc:
+            self.service.world.tell('events: %s' % exc)
+        self._beat()
+        self.service.loop.call_later(self.TICK_S, self._tick)
+
+    def _look(self):
+        config, events = self.service.configs.current(), []
+        with self.service.gate.store.read() as con:
+            head = load_last_record(con)[0]
+            if head != self.seen:
+                events = self._since(con, config, self.seen)
+            named = {name for _, kind, name in events if kind == 'server'}
+            states = self._all_states(con, config)
+        events += [(None, 'server', name) for name in sorted(states)
+                   if name not in named and name in self.states
+                   and states[name] != self.states[name]]
+        self.seen, self.states = head, states
+        for peer in list(self.peers):
+            for event in events:
+                self._send(peer, config, *event)
+
+    def _beat(self):
+        now = self.service.world.clock()
+        for peer, state in list(self.peers.items()):
+            with self.service.gate.store.read() as con:
+                is_valid = state[0].token is None or self.service.is_valid(
+                    con, state[0].token)
+            if not is_valid or peer.transport.get_write_buffer_size() > (
+                    MAX_BODY_BYTES):
+                peer.transport.close()
+            elif now - state[1] > KEEP_ALIVE_S:
+                state[1] = now
+                peer.transport.write(b': still here\n\n')
+
+    def _send(self, peer, config, number, kind, name):
+        """Send one event, cut to what its reader may know."""
+        who = self.peers[peer][0]
+        caller = caller_of(who, config, '')
+        server = name if kind == 'server' else parse_id(name).server
+        if caller.servers is not None and server not in caller.servers:
+            return
+        data = self._event_data(caller, config, kind, name)
+        text = 'event: %s\ndata: %s\n\n' % (kind, json.dumps(data))
+        if number is not None:
+            text = 'id: %d\n' % number + text
+        peer.transport.write(text.encode('ascii'))
+
+    def _event_data(self, caller, config, kind, name):
+        now = self.service.world.now()
+        with self.service.gate.store.read() as con:
+            if kind == 'server':
+                known = load_known(con, config, name)[0]
+                return {'server': name, 'state': server_state(
+                    known, config.settings, now)}
+            question = Question(unique_refs([(name, '')]), caller, (), now,
+                                config.settings, '', '')
+            case = load_cases(open_snapshot(con, config), question)[0]
+            answer = evaluate(case)[0]
+        return {'id': name, 'status': answer.status,
+                'reason': answer.reason or None}
+
+
+class Syncer:
+    """Background sync: a child process, so that no request waits for it.
+
+    At start, then every interval with jitter; after a failure to run it at
+    all the pause doubles, up to 8 intervals.
+    """
+
+    def __init__(self, service, interval_ms):
+        self.service, self.interval_ms = service, interval_ms
+        self.child, self.timer, self.failures = None, None, 0
+        self.again = None       # a sync asked for while one is under way
+
+    def start(self, names=()):
+        """Start a sync; one that runs already is followed by another."""
+        import subprocess
+        if self.child is not None:
+            self.again = names
+            return
+        if self.timer is not None:
+            self.timer.cancel()
+        world = self.service.world
+        words = [sys.executable, '-I', os.path.abspath(__file__), 'sync',
+                 '--home', world.home]
+        for path in world.configs:
+            words += ['--config', path]
+        for name in ('dialect', 'workspace'):
+            if getattr(world, name):
+                words += ['--' + name, getattr(world, name)]
+        env = {name: value for name, value in world.env.items()
+               if name not in ('PREFLIGHT_URL', 'PREFLIGHT_OUTPUT')}
+        try:
+            self.child = subprocess.Popen(
+                words + ['--'] + list(names), env=env,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        except OSError as exc:
+            world.tell('sync cannot be started: %s' % os_reason(exc))
+        self.service.loop.call_later(0.05, self._watch)
+
+    def _watch(self):
+        code = self.child.poll() if self.child else EXIT_FAILED
+        if code is None:
+            self.service.loop.call_later(0.05, self._watch)
+            return
+        self.child = None
+        if self.service.is_stopping:
+            return
+        self.failures = self.failures + 1 if code == EXIT_FAILED else 0
+        names, self.again = self.again, None
+        if names is not None:
+            self.start(names)
+        elif self.interval_ms:
+            spread = 0.9 + 0.2 * self.service.world.random(1)[0] / 255
+            pause = self.interval_ms / 1000 * spread * min(
+                8, 2 ** min(self.failures, 3))
+            self.timer = self.service.loop.call_later(pause, self.start)
+
+    def stop(self):
+        """End a sync under way: it gives its leases back."""
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.child is not None:
+            self.child.terminate()
+
+
+def agent_view(rows, keys):
+    """Cut rows to what an agent may read (contract 7)."""
+    return [{key: row[key] for key in keys} for row in rows]
+
+
+AGENT_TOOL_KEYS = ('id', 'server', 'name', 'listed', 'status', 'blocked',
+                   'denied', 'annotations')
+AGENT_SERVER_KEYS = ('server', 'state', 'tools', 'pending', 'changed')
+
+Options = namedtuple('Options', 'ids type status request_id since until '
+                                'limit offset actor')
+Options.__doc__ = """What a request passes to a command, as the CLI would."""
+
+
+def make_options(**given):
+    """Make Options; what is not given is as without any option."""
+    return Options(**dict(dict(
+        ids=[], type=None, status=None, request_id=None, since=None,
+        until=None, limit='50', offset='0', actor=None), **given))
+
+
+def in_scope(rows, caller):
+    """Keep the rows of servers in a caller's scope."""
+    return [row for row in rows if caller.servers is None
+            or row['server'] in caller.servers]
+
+
+def get_servers(world, request, who, names):
+    """GET /api/v1/servers: what is known of each, cut to the caller."""
+    caller = caller_of(who, load_config(world), '')
+    rows = in_scope(cmd_servers_list(world, make_options()), caller)
+    if who.token is not None:
+        rows = agent_view(rows, AGENT_SERVER_KEYS)
+    return respond({'success': True, 'data': {'servers': rows}})
+
+
+def get_tools(world, request, who, names):
+    """GET /api/v1/tools and /servers/{name}/tools, cut to the caller."""
+    config = load_config(world)
+    caller = caller_of(who, config, '')
+    if names and (look_up(config, names[0])[0] is None
+                  or caller.servers is not None
+                  and names[0] not in caller.servers):
+        raise HttpError(404, 'no such server')
+    rows = in_scope(cmd_tools_list(world, make_options(ids=names)), caller)
+    if who.token is not None:
+        rows = agent_view(rows, AGENT_TOOL_KEYS)
+    return respond({'success': True, 'data': {'tools': rows}})
+
+
+def get_activity(world, request, who, names):
+    """GET /api/v1/activity: records, an agent's own ones only."""
+    known = ('type', 'status', 'request_id', 'since', 'until', 'limit',
+             'offset', 'apikey')
+    given = {}
+    for key, values in request.query.items():
+        if key not in known or len(values) > 1:
+            raise HttpError(400, 'unknown or repeated parameter %s'
+                            % json.dumps(key))
+        given[key] = values[0]
+    given.pop('apikey', None)
+    actor = who.token.name if who.token else None
+    return respond({'success': True, 'data': cmd_activity_list(
+        world, make_options(actor=actor, **given))})
+
+
+def get_record(world, request, who, names):
+    """GET /api/v1/activity/{id}: one record, or the same 404 for all."""
+    try:
+        found = cmd_activity_show(world, make_options(ids=names))
+    except UsageError:
+        found = None
+    if not found or who.token and found['activity']['actor'] != (
+            who.token.name):
+        raise HttpError(404, 'no such record')
+    return respond({'success': True, 'data': found})
+
+
+def render_metrics(service, states):
+    """Write the counters as Prometheus text; names start preflight_."""
+    counts, gate = service.counts, service.gate
+    lines = []
+
+    def family(name, kind, about, rows):
+        lines.append('# HELP preflight_%s %s' % (name, about))
+        lines.append('# TYPE preflight_%s %s' % (name, kind))
+        lines.extend('preflight_%s %s' % row for row in rows)
+    family('checks_total', 'counter', 'Checks by verdict.', [
+        ('checks_total{verdict="%s"}' % verdict, number)
+        for verdict, number in counts.verdicts.items()])
+    family('results_total', 'counter', 'Results by reason.', [
+        ('results_total{reason="%s"}' % code, number)
+        for code, number in dict(counts.reasons,
+                                 ready=counts.ready).items()])
+    family('http_requests_total', 'counter', 'Responses by status.', [
+        ('http_requests_total{status="%d"}' % status, number)
+        for status, number in sorted(counts.statuses.items())])
+    family('wait_slots', 'gauge', 'Wait slots.', [
+        ('wait_slots{state="busy"}', len(gate.waiting)),
+        ('wait_slots{state="free"}', MAX_WAITS - len(gate.waiting))])
+    family('audit_write_seconds', 'summary', 'Commits of audit records.', [
+        ('audit_write_seconds_sum', '%.6f' % gate.write_seconds),
+        ('audit_write_seconds_count', gate.write_count)])
+    family('servers', 'gauge', 'Configured servers by state.', [
+        ('servers{state="%s"}' % state, states.count(state))
+        for state in SERVER_STATES])
+    return '\n'.join(lines) + '\n'
+
+
+def get_metrics(world, request, who, names):
+    """GET /metrics: the state part; the service adds its counters."""
+    rows = cmd_servers_list(world, make_options())
+    return [row['state'] for row in rows]
+
+
+def openapi_document():
+    """Describe the REST service as an OpenAPI 3.0 document."""
+    def text(**more):
+        return dict(more, type='string')
+
+    def thing(required, **properties):
+        return {'type': 'object', 'required': required.split(),
+                'properties': properties}
+
+    def reply(about, schema):
+        return {'description': about, 'content': {
+            'application/json': {'schema': schema}}}
+
+    def wrapped(about, schema):
+        return reply(about, thing('success data', success={
+            'type': 'boolean', 'enum': [True]}, data=schema))
+
+    flag, objects = {'type': 'boolean'}, {
+        'type': 'array', 'items': {'type': 'object'}}
+    error = reply('Why not, in one sentence.', thing(
+        'success error request_id', success={
+            'type': 'boolean', 'enum': [False]}, error=text(),
+        request_id=text()))
+    result = thing(
+        'id status', id=text(), status=text(enum=['ready', 'unavailable']),
+        reason=text(), retryable=flag, action=text(), detail=text(),
+        remediation=text(), hash=text(), observed_at=text(), cause=text(),
+        did_you_mean={'type': 'array', 'items': text()})
+    report = thing('verdict checked_at tools', verdict=text(
+        enum=list(EXIT_CODES)), checked_at=text(format='date-time'),
+        waited_ms={'type': 'integer'},
+        tools={'type': 'array', 'items': result})
+    nullable = dict(flag, nullable=True)
+    body = dict(thing(
+        'tools', tools={
+            'type': 'array', 'minItems': 1, 'maxItems': MAX_IDS, 'items':
+            dict(thing('id', id=text(), pin_hash=text(nullable=True)),
+                 additionalProperties=False)},
+        profile=text(nullable=True), wait_ms={
+            'type': 'integer', 'minimum': 0, 'maximum': MAX_WAIT_MS,
+            'nullable': True},
+        policy=dict({'type': 'object', 'nullable': True,
+                     'additionalProperties': False,
+                     'properties': {name: nullable for name in FILTERS}})),
+        additionalProperties=False)
+
+    def operation(about, good, status='200', **more):
+        return dict(more, summary=about, responses={
+            status: good, 'default': error})
+
+    def given(name, where, about, **schema):
+        return {'name': name, 'in': where, 'description': about,
+                'required': where == 'path', 'schema': text(**schema)}
+    listing = thing('activities total limit offset', activities=objects,
+                    total={'type': 'integer'}, limit={'type': 'integer'},
+                    offset={'type': 'integer'})
+    word = {'description': 'One word.', 'content': {
+        'text/plain': {'schema': text()}}}
+    ready = operation('Ready; with tool=ID the answer of a check.', {
+        'description': 'Ready.', 'content': {
+            'text/plain': {'schema': text()},
+            'application/json': {'schema': thing('success')}}},
+        parameters=[given('tool', 'query', 'An id; may be repeated.')])
+    ready['responses']['503'] = dict(ready['responses']['200'],
+                                     description='Not ready.')
+    tools = wrapped('Tools.', thing('tools', tools=objects))
+    name = given('name', 'path', 'A server.')
+    filters = [given(key, 'query', 'As in the command line.') for key in (
+        'type', 'status', 'request_id', 'since', 'until', 'limit',
+        'offset')]
+    paths = {
+        '/healthz': {'get': operation('The process answers.', word)},
+        '/readyz': {'get': ready},
+        '/api/v1/preflight': {'post': operation(
+            'Are these tools ready, or exactly why not.',
+            wrapped('The check ran; see verdict.', report),
+            requestBody={'required': True, 'content': {
+                'application/json': {'schema': body}}})},
+        '/api/v1/servers': {'get': operation(
+            'The configured servers.', wrapped('Servers.', thing(
+                'servers', servers=objects)))},
+        '/api/v1/servers/{name}/tools': {'get': operation(
+            'The tools of one server.', tools, parameters=[name])},
+        '/api/v1/tools': {'get': operation('All tools.', tools)},
+        '/api/v1/activity': {'get': operation(
+            'Audit records, newest first.', wrapped('Records.', listing),
+            parameters=filters)},
+        '/api/v1/activity/{id}': {'get': operation(
+            'One audit record.', wrapped('The record.', thing('activity')),
+            parameters=[given('id', 'path', 'Its id.')])},
+        '/api/v1/sync': {'post': operation(
+            'Look at servers, in the background.', wrapped(
+                'A sync was started.', thing('id')), '202',
+            requestBody={'content': {'application/json': {'schema': dict(
+                thing('', servers={'type': 'array', 'items': text()}),
+                additionalProperties=False)}}})},
+        '/metrics': {'get': operation('Prometheus text.', word)},
+        '/events': {'get': operation(
+            'Changes of readiness, as Server-Sent Events.', {
+                'description': 'A stream.', 'content': {
+                    'text/event-stream': {'schema': text()}}},
+            parameters=[given('Last-Event-ID', 'header', 'Resume.')])},
+        '/api/v1/openapi.json': {'get': operation(
+            'This document.', reply('OpenAPI.', thing('openapi')))},
+    }
+    keys = {'key': {'type': 'apiKey', 'in': 'header', 'name': 'X-API-Key'},
+            'bearer': {'type': 'http', 'scheme': 'bearer'}}
+    return {'openapi': '3.0.3', 'info': {
+        'title': 'preflight', 'version': VERSION}, 'paths': paths,
+        'components': {'securitySchemes': keys},
+        'security': [{'key': []}, {'bearer': []}]}
+
+
+def do_preflight(service, peer, request, who):
+    """POST /api/v1/preflight: a check, answered when it is recorded."""
+    own = who.token.required if who.token else []
+    asked = parse_check(request.body, bool(own))
+    service.gate.submit(Check(peer, request, who, asked))
+
+
+def do_ready(service, peer, request, who):
+    """GET /readyz: one bit, or a check where tool= names ids."""
+    ids = request.query.get('tool')
+    if ids is None:
+        is_ready = service.is_ready()
+        return respond_text('ready' if is_ready else 'unready',
+                            200 if is_ready else 503)
+    if len(ids) > MAX_IDS:
+        raise HttpError(400, 'tools has over %d entries' % MAX_IDS)
+    check = Check(peer, request, who, Asked([(name, '') for name in ids], '',
+                                            frozenset(), 0))
+    check.is_ready_probe = True
+    service.gate.submit(check)
+    return None
+
+
+def do_sync(service, peer, request, who):
+    """POST /api/v1/sync: start a look at servers in the background."""
+    table = strict_json(request.body) if request.body.strip() else {}
+    _only_keys(table, ('servers',), '')
+    names = table.get('servers') or []
+    if not is_texts(names):
+        raise HttpError(400, 'servers must be an array of strings')
+    config = service.configs.current()
+    for name in names:
+        if look_up(config, name)[0] is None:
+            raise HttpError(400, 'no server %s is configured'
+                            % json.dumps(name))
+    service.syncer.start(names)
+    return respond({'success': True, 'data': {'id': request.id}}, 202)
+
+
+def do_metrics(service, peer, request, who):
+    """GET /metrics: states are read aside, the counters come here."""
+    def finish(states):
+        return Response(200, render_metrics(service, states).encode(
+            'ascii'), 'text/plain; version=0.0.4', ())
+    service.read(peer, request, who, get_metrics, finish)
+
+
+def _reader(run):
+    def do_read(service, peer, request, who):
+        service.read(peer, request, who, run)
+    return do_read
+
+
+NOBODY, ANYBODY = 'nobody', 'anybody'   # beside OPERATOR: who is asked for
+
+# (method, path, who may, handler); {} is one segment.
+ROUTES = (
+    ('GET', '/healthz', NOBODY, lambda *_: respond_text('ok')),
+    ('GET', '/readyz', NOBODY, do_ready),
+    ('POST', '/api/v1/preflight', ANYBODY, do_preflight),
+    ('GET', '/api/v1/servers', ANYBODY, _reader(get_servers)),
+    ('GET', '/api/v1/servers/{}/tools', ANYBODY, _reader(get_tools)),
+    ('GET', '/api/v1/tools', ANYBODY, _reader(get_tools)),
+    ('GET', '/api/v1/activity', ANYBODY, _reader(get_activity)),
+    ('GET', '/api/v1/activity/{}', ANYBODY, _reader(get_record)),
+    ('POST', '/api/v1/sync', OPERATOR, do_sync),
+    ('GET', '/metrics', OPERATOR, do_metrics),
+    ('GET', '/events', ANYBODY, lambda service, peer, request, who:
+     service.events.open(peer, request, who)),
+    ('GET', '/api/v1/openapi.json', ANYBODY, lambda *_:
+     respond(openapi_document())),
+)
+
+
+def find_route(method, path):
+    """Find the route of a request: (who may, handler).
+
+    Raises HttpError 404, or 405 with Allow.
+    """
+    allowed = []
+    for verb, pattern, tier, run in ROUTES:
+        if re.match(re.escape(pattern).replace(r'\{\}', '[^/]+') + r'\Z',
+                    path):
+            if verb == method:
+                return tier, run
+            allowed.append(verb)
+    if allowed:
+        raise HttpError(405, 'this path takes %s' % ', '.join(allowed),
+                        [('Allow', ', '.join(allowed))])
+    raise HttpError(404, 'no such path')
+
+
+def is_host_allowed(host, is_loopback, names):
+    """Decide whether a Host may be ours (DNS rebinding, contract 5).
+
+    is_loopback: we are bound to loopback, and other addresses are not us.
+    """
+    import ipaddress
+    found = re.match(r'(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]/@]+))(?::[0-9]+)?\Z',
+                     host)
+    if not found:
+        return False
+    name = (found.group(1) or found.group(2)).lower()
+    if name == 'localhost' or name in names or host.lower() in names:
+        return True
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return address.is_loopback or not is_loopback
+
+
+def make_head_class():
+    """Make the class that lends us http.server's reading of a head."""
+    import http.server
+
+    class Head(http.server.BaseHTTPRequestHandler):
+        """Parses a head that check_framing has let through."""
+
+        protocol_version, fault = 'HTTP/1.1', 400
+
+        def __init__(self, head):
+            import io
+            line, _, rest = head.partition(b'\r\n')
+            self.raw_requestline = line + b'\r\n'
+            self.rfile = io.BytesIO(rest + b'\r\n\r\n')
+
+        def send_error(self, code, message=None, explain=None):
+            """Note a refusal, where http.server would send it."""
+            self.fault = int(code)
+
+        def handle_expect_100(self):
+            """Leave it to Peer, which first looks who asks."""
+            return True
+
+    return Head
+
+
+def parse_query(text):
+    """Read a query string: name -> values, in order."""
+    from urllib.parse import unquote_plus
+    out = {}
+    for part in text.split('&') if text else ():
+        name, _, value = part.partition('=')
+        out.setdefault(unquote_plus(name), []).append(unquote_plus(value))
+    return out
+
+
+class Service:
+    """All that the handlers share."""
+
+    def __init__(self, world, settings, loop):
+        self.world, self.settings, self.loop = world, settings, loop
+        self.configs, self.counts = Configs(world), Counts()
+        self.gate, self.events = Gate(self), Events(self)
+        self.syncer = Syncer(self, settings.sync_ms)
+        self.head_class = make_head_class()
+        self.peers, self.lines = set(), []
+        self.is_stopping, self.signal = False, None
+        self.pool = None
+
+    def admit_peer(self, peer):
+        """Take a new connection, dropping the idlest when there are many."""
+        if len(self.peers) >= MAX_PEERS:
+            idle = [p for p in self.peers if p.deadline is not None]
+            if idle:
+                min(idle, key=lambda p: p.deadline).transport.close()
+        self.peers.add(peer)
+        sock = peer.transport.get_extra_info('socket')
+        if peer.is_local:
+            return peer_uid(sock) in (None, os.getuid())
+        return True
+
+    def parse_head(self, head):
+        """Read a head into a Request; raises HttpError."""
+        from urllib.parse import unquote
+        parsed = self.head_class(head)
+        if not parsed.parse_request():
+            raise HttpError(parsed.fault if parsed.fault in PHRASES else 400,
+                            'the head cannot be read')
+        headers = {k.lower(): v for k, v in parsed.headers.items()}
+        target, _, query = parsed.path.partition('?')
+        request_id = headers.get('x-request-id', '')
+        if not re.match(REQUEST_ID, request_id):
+            request_id = new_request_id(self.world)
+        return Request(parsed.command, unquote(target), parse_query(query),
+                       headers, b'', request_id, parsed.close_connection)
+
+    def is_valid(self, con, token):
+        """Tell whether a token still stands as it was read."""
+        return token in load_tokens(con) and (
+            token.expires_at is None
+            or self.world.now() < token.expires_at)
+
+    def identify(self, peer, request):
+        """Say whose credential a request carries: Who, or None.
+
+        The first one present counts (contract 5). The Unix socket needs
+        none; one presented there narrows.
+        """
+        import hmac
+        headers = request.headers
+        given = headers.get('x-api-key')
+        if given is None and 'authorization' in headers:
+            scheme, _, given = headers['authorization'].partition(' ')
+            given = given.strip() if scheme.lower() == 'bearer' else ''
+        if given is None and request.method == 'GET':
+            given = (request.query.get('apikey') or [None])[0]
+        if given is None:
+            return Who(OPERATOR, None) if peer.is_local else None
+        if hmac.compare_digest(given.encode('utf-8', 'replace'),
+                               self.settings.key):
+            return Who(OPERATOR, None)
+        if not given.startswith(SECRET_PREFIX):
+            return None
+        with self.gate.store.read() as con:
+            if load_meta(con, 'token_key') is None:
+                return None
+            token = load_token(con, hash_token(con, self.world, given))
+            if token and self.is_valid(con, token):
+                return Who(AGENT, token)
+        return None
+
+    def _check_host(self, request):
+        """Refuse a foreign Host or Origin; raises HttpError 403."""
+        host = request.headers.get('host')
+        origin = request.headers.get('origin')
+        settings, names = self.settings, set(self.settings.allow_hosts)
+        if self.configs.config is not None:
+            names.update(self.configs.config.settings['allow_hosts'])
+        names = {name.lower() for name in names}
+        if host is not None and not is_host_allowed(
+                host, settings.is_loopback, names):
+            raise HttpError(403, 'the host %s is not allowed; see '
+                            '--allow-host' % json.dumps(host))
+        if origin is not None and origin.lower() not in (
+                'http://%s' % (host or '').lower(),
+                'https://%s' % (host or '').lower()):
+            raise HttpError(403, 'the origin %s is not allowed; see '
+                            '--allow-host' % json.dumps(origin))
+
+    def admit(self, peer, request):
+        """Decide who asks and for what: (Who or None, handler).
+
+        Raises HttpError 401, 403, 404 or 405.
+        """
+        is_probe = request.path == '/healthz' or (
+            request.path == '/readyz' and 'tool' not in request.query)
+        if not peer.is_local and not is_probe:
+            self._check_host(request)
+        tier, run = find_route(request.method, request.path)
+        if tier == NOBODY and is_probe:
+            return None, run
+        who = self.identify(peer, request)
+        if who is None:
+            raise HttpError(401, 'a credential is missing or wrong', [
+                ('WWW-Authenticate', 'Bearer realm="preflight"')])
+        if tier == OPERATOR and who.tier != OPERATOR:
+            raise HttpError(403, 'this is for the operator only')
+        return who, run
+
+    def handle(self, peer, request):
+        """Serve one request; whatever goes wrong costs only this one."""
+        who = None
+        try:
+            if self.is_stopping:
+                raise HttpError(503, 'the service is shutting down')
+            who, run = self.admit(peer, request)
+            response = run(self, peer, request, who)
+        except PreflightError as exc:
+            response = respond_error(exc, request.id)
+        except Exception as exc:
+            self.world.tell('internal error: %s: %s' % (type(exc).__name__,
+                                                        exc))
+            response = respond_error(HttpError(500, 'internal error'),
+                                     request.id)
+        if response is not None:
+            peer.reply(response, who)
+
+    def read(self, peer, request, who, run, finish=None):
+        """Answer from the store in the reading thread, then here."""
+        names = [part for part in re.findall(
+            r'/(?:servers|activity)/([^/]+)', request.path)]
+
+        def done(future):
+            try:
+                response = future.result()
+                response = finish(response) if finish else response
+            except PreflightError as exc:
+                response = respond_error(exc, request.id)
+            except Exception as exc:
+                self.world.tell('internal error: %r' % exc)
+                response = respond_error(HttpError(500, 'internal error'),
+                                         request.id)
+            peer.reply(response, who)
+        quiet = self.world._replace(tell=lambda line: None)
+        self.configs.is_settled()
+        self.configs.current()
+        future = self.loop.run_in_executor(self.pool, run, quiet, request,
+                                           who, names)
+        future.add_done_callback(done)
+
+    def is_ready(self):
+        """Fold state, config and the set of --ready into one bit."""
+        try:
+            self.configs.is_settled()
+            config = self.configs.current()
+            with self.gate.store.read() as con:
+                if not self.settings.ready:
+                    return True
+                question = Question(
+                    unique_refs([(name, '') for name in
+                                 self.settings.ready]), operator(config),
+                    (), self.world.now(), config.settings, '', '')
+                return judge_all(open_snapshot(con, config), question,
+                                 '').verdict == READY
+        except PreflightError:
+            return False
+
+    def log(self, peer, request, response, who):
+        """Write one line per request; lines of a tick go out together."""
+        counts = self.counts.statuses
+        counts[response.status] = counts.get(response.status, 0) + 1
+        spent = int((self.world.clock() - peer.start) * 1000)
+        actor = '-' if who is None else who.token.name if who.token else (
+            'operator')
+        row = (format_time(self.world.now()), request.method, request.path,
+               response.status, spent, request.id, actor)
+        if not self.lines:
+            self.loop.call_soon(self._write_lines)
+        if self.settings.log_format == 'json':
+            self.lines.append(json.dumps(dict(zip((
+                'time', 'method', 'path', 'status', 'ms', 'request_id',
+                'actor'), row))))
+        else:
+            self.lines.append('%s %s %s %d %dms %s %s' % tuple(
+                safe_text(v) if is_text(v) else v for v in row))
+
+    def _write_lines(self):
+        lines, self.lines = self.lines, []
+        self.settings.write_log('\n'.join(lines) + '\n')
+
+    def sweep(self):
+        """End what is too slow or idle, twice a second."""
+        now = self.world.clock()
+        for peer in list(self.peers):
+            if peer.deadline is not None and now > peer.deadline and (
+                    not peer.is_busy):
+                peer.expire()
+        self.loop.call_later(0.5, self.sweep)
+
+    def stop(self, number):
+        """Finish what is in flight, then end (SIGTERM)."""
+        if self.is_stopping:
+            return
+        self.is_stopping, self.signal = True, number
+        self.syncer.stop()
+        for check in list(self.gate.waiting):
+            self.gate.finish(check)
+        for peer in list(self.peers):
+            if not peer.is_busy or peer.is_stream:
+                peer.transport.close()
+        self._end_by(self.world.clock() + SHUTDOWN_S)
+
+    def _end_by(self, end):
+        busy = [peer for peer in self.peers if not peer.is_closing
+                or peer.transport.get_write_buffer_size()]
+        if busy and self.world.clock() < end:
+            self.loop.call_later(0.02, self._end_by, end)
+        else:
+            self.loop.stop()
+
+
+def peer_uid(sock):
+    """Ask the OS for the user at the other end of a Unix socket."""
+    import socket
+    import struct
+    if not hasattr(socket, 'SO_PEERCRED'):
+        return None
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return struct.unpack('3i', data)[1]
+
+
+ServeSettings = namedtuple('ServeSettings', (
+    'key is_loopback allow_hosts ready log_format sync_ms write_log'))
+ServeSettings.__doc__ = """What serve was started with. key: bytes. ready:
+ids folded into /readyz. sync_ms: 0 for no background sync."""
+
+
+def load_api_key(world, options):
+    """Find the API key: (bytes, where it stands, made by this start).
+
+    PREFLIGHT_API_KEY, --api-key-file, else the file api_key in the state
+    directory, which is made at first start (contract 5).
+    """
+    given = world.env.get('PREFLIGHT_API_KEY', '')
+    if options.api_key_file is None and given:
+        return given.encode('utf-8', 'surrogateescape'), (
+            'PREFLIGHT_API_KEY'), False
+    make_home(world.home)
+    path = options.api_key_file or os.path.join(world.home, 'api_key')
+    is_new = False
+    if options.api_key_file is None:
+        try:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            os.write(file, world.random(32).hex().encode('ascii') + b'\n')
+            os.close(file)
+            is_new = True
+        except FileExistsError:
+            pass
+        except OSError as exc:
+            raise StoreError('cannot write the API key %s: %s' % (
+                path, os_reason(exc))) from exc
+    try:
+        with open(path, 'rb') as source:
+            key = source.read(4096).strip()
+    except OSError as exc:
+        raise StoreError('cannot read the API key %s: %s' % (
+            path, os_reason(exc))) from exc
+    if not key:
+        raise StoreError('the API key %s is empty' % path)
+    return key, path, is_new
+
+
+def parse_listen(text):
+    """Read HOST:PORT: (host, port); raises UsageError."""
+    found = re.match(r'(?:\[([^\]]+)\]|([^:]*)):([0-9]{1,5})\Z', text)
+    if not found or int(found.group(3)) > 65535:
+        raise UsageError('--listen %s is not HOST:PORT' % json.dumps(text))
+    return found.group(1) or found.group(2) or '0.0.0.0', int(
+        found.group(3))
+
+
+def bind_tcp(host, port):
+    """Bind a listening socket: (socket, is it loopback only)."""
+    import ipaddress
+    import socket
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM,
+            flags=socket.AI_PASSIVE)[0]
+        sock = socket.socket(family, kind, proto)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(512)
+    except OSError as exc:
+        raise UsageError('cannot listen on %s port %d: %s' % (
+            host, port, os_reason(exc))) from exc
+    return sock, ipaddress.ip_address(
+        address[0].split('%')[0]).is_loopback
+
+
+def _remove_stale(path):
+    """Remove a socket file that nobody listens on, and ours only."""
+    import socket
+    import stat
+    try:
+        info = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(info.st_mode) or info.st_uid != os.getuid():
+        raise UsageError('--socket %s exists and is not a socket of ours'
+                         % path)
+    probe = socket.socket(socket.AF_UNIX)
+    try:
+        probe.settimeout(2)
+        probe.connect(path)
+    except ConnectionRefusedError:
+        os.unlink(path)
+    except OSError as exc:
+        raise UsageError('--socket %s: %s' % (path, os_reason(exc))) from exc
+    else:
+        raise UsageError('another server listens on %s' % path)
+    finally:
+        probe.close()
+
+
+def bind_unix(path):
+    """Bind a Unix socket, 0600 from the start; raises UsageError."""
+    import socket
+    if not hasattr(socket, 'AF_UNIX'):
+        raise UsageError('this system has no Unix sockets')
+    if len(os.fsencode(path)) > 103:
+        raise UsageError('--socket %s is too long: at most 103 bytes' % path)
+    place = os.path.dirname(os.path.abspath(path))
+    make_home(place)
+    _remove_stale(path)
+    sock = socket.socket(socket.AF_UNIX)
+    before = os.umask(0o177)
+    try:
+        sock.bind(path)
+        sock.listen(128)
+    except OSError as exc:
+        sock.close()
+        raise UsageError('cannot listen on %s: %s' % (
+            path, os_reason(exc))) from exc
+    finally:
+        os.umask(before)
+    return sock
+
+
+def _tls_context(options):
+    import ssl
+    if (options.tls_cert is None) != (options.tls_key is None):
+        raise UsageError('--tls-cert and --tls-key go together')
+    if options.tls_cert is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(options.tls_cert, options.tls_key)
+    except (OSError, ValueError) as exc:
+        raise UsageError('cannot use --tls-cert %s: %s' % (
+            options.tls_cert, exc)) from exc
+    return context
+
+
+def _listen(loop, service, options, sock):
+    """Start accepting: (what is listened on, things to close)."""
+    places, servers = [], []
+    if sock is not None:
+        context = _tls_context(options)
+        servers.append(loop.run_until_complete(loop.create_server(
+            lambda: Peer(service, False), sock=sock, ssl=context)))
+        name = sock.getsockname()
+        host = '[%s]' % name[0] if ':' in name[0] else name[0]
+        places.append('%s://%s:%d' % ('https' if context else 'http', host,
+                                      name[1]))
+    if options.socket:
+        local = bind_unix(options.socket)
+        servers.append(loop.run_until_complete(loop.create_unix_server(
+            lambda: Peer(service, True), sock=local)))
+        places.append('unix://' + os.path.abspath(options.socket))
+    return places, servers
+
+
+def _serve_settings(world, options, config, key, is_loopback):
+    interval = config.settings['sync_interval']
+    if options.sync_interval is not None:
+        interval = parse_duration(options.sync_interval)
+    if options.no_sync:
+        interval = 0
+    ready = [name for word in options.ready or ()
+             for name in word.split(',') if name.strip()]
+    if options.log_format not in ('text', 'json'):
+        raise UsageError('--log-format takes text or json')
+    return ServeSettings(key, is_loopback, options.allow_host or (), ready,
+                         options.log_format, interval,
+                         options.write_log)
+
+
+def cmd_serve(world, options):
+    """Serve the REST gate until a signal ends it; raises Interrupted."""
+    import asyncio
+    import concurrent.futures
+    config = load_config(world)
+    key, place, is_new = load_api_key(world, options)
+    sock, is_loopback = None, True
+    if options.listen is not None or not options.socket:
+        sock, is_loopback = bind_tcp(*parse_listen(
+            options.listen or config.settings['listen']))
+    if not is_loopback and is_new:
+        sock.close()
+        raise UsageError(
+            'will not listen beyond loopback with a key that nobody has yet',
+            'The key was just made: copy it from %s and start again.'
+            % place)
+    loop = asyncio.new_event_loop()
+    settings = _serve_settings(world, options, config, key, is_loopback)
+    service = Service(world, settings, loop)
+    service.pool = concurrent.futures.ThreadPoolExecutor(1)
+    service.gate.store.connect()
+    places, servers = _listen(loop, service, options, sock)
+    world.tell('listening on %s; the key is in %s' % (' and '.join(places),
+                                                      place))
+    try:
+        _run_loop(loop, service, world)
+    finally:
+        for server in servers:
+            server.close()
+        service.pool.shutdown()
+        service.gate.store.close()
+        loop.close()
+        if options.socket and os.path.exists(options.socket):
+            os.unlink(options.socket)
+    raise Interrupted(service.signal)
+
+
+def _run_loop(loop, service, world):
+    import signal
+    for name in ('SIGINT', 'SIGTERM', 'SIGHUP'):
+        number = getattr(signal, name, None)
+        if number is not None and (
+                signal.getsignal(number) != signal.SIG_IGN):
+            loop.add_signal_handler(number, service.stop, number)
+    loop.call_soon(service.sweep)
+    if service.settings.sync_ms:
+        loop.call_soon(service.syncer.start)
+    loop.run_forever()
+    if service.syncer.child is not None:
+        service.syncer.child.wait()
 
 
 # ==========================================================================
@@ -5044,6 +7074,22 @@ COMMANDS = {
         cmd_sync, (_text('--timeout', 'D', 'longest look at one server'),),
         _render_sync, exit_of_sync, '[SERVER...]',
         'look at servers and record what is seen'),
+    ('serve',): Command(
+        cmd_serve, (
+            _text('--listen', 'H:P', 'address (else `listen` of the config, '
+                  '127.0.0.1:8080; none with --socket alone)'),
+            _text('--socket', 'PATH', 'a Unix socket, for this user'),
+            _text('--sync-interval', 'D', 'look at the servers so often'),
+            _flag('--no-sync', 'leave looking at servers to others'),
+            _text('--ready', 'ID,ID', 'tools that /readyz stands for',
+                  action='append'),
+            _text('--tls-cert', 'F', 'certificate chain, PEM'),
+            _text('--tls-key', 'F', 'its key, PEM'),
+            _text('--allow-host', 'H', 'a Host to answer to',
+                  action='append'),
+            _text('--api-key-file', 'F', 'the operator\'s key'),
+            _text('--log-format', 'F', 'text or json', default='text')),
+        None, None, '', 'the same check over REST'),
     ('activity', 'list'): Command(
         cmd_activity_list, (
             _text('--type', 'T', 'preflight, sync, approval, server, prune'),
@@ -5071,6 +7117,23 @@ COMMANDS = {
         cmd_activity_prune, (
             _text('--older-than', 'D', 'else activity_retention'),),
         _plain(render_fields), _always_ready, '', 'remove old records'),
+    ('token', 'create'): Command(
+        cmd_token_create, (
+            _text('--servers', 'A,B', 'the servers in scope; * for all'),
+            _text('--profile', 'P', 'the scope is this profile, always'),
+            _text('--expires', 'D', 'such as 90d, or never',
+                  default='90d'),
+            _text('--require', 'ID[=PIN]', 'a tool that a check without '
+                  'tools asks for; may be repeated', action='append')),
+        _plain(render_fields), _always_ready, 'NAME',
+        'a credential for one agent, shown once'),
+    ('token', 'list'): Command(
+        cmd_token_list, (), _rows('name', 'allowed_servers', 'profile_pin',
+                                  'expires_at', 'required_tools'),
+        _always_ready, '', 'the agent tokens'),
+    ('token', 'revoke'): Command(
+        cmd_token_revoke, (), _plain(render_fields), _always_ready, 'NAME',
+        'from the very next request on'),
     ('profiles', 'list'): Command(
         cmd_profiles_list, (), _rows('profile', 'servers',
                                      'not_configured'),
@@ -5118,11 +7181,19 @@ def _find_command(words):
             return verb
     if not words:
         raise UsageError('no command was given', 'See: preflight.py --help')
-    asked = ' '.join(words[:2])
+    if words[0][:1] == '-':
+        raise UsageError('unknown option %s before the command' % words[0],
+                         "A command's own options stand after it.")
+    asked = ' '.join(word for word in words[:2] if word[:1] != '-')
     near = rank_nearest(asked, [' '.join(verb) for verb in COMMANDS], 1)
     raise UsageError('unknown command %s%s' % (
         json.dumps(asked), '; did you mean %s?' % near[0] if near else ''),
         'See: preflight.py --help')
+
+
+def _decode(word):
+    """Read a word as UTF-8, whatever the locale: names are UTF-8."""
+    return os.fsencode(word).decode('utf-8', 'surrogateescape')
 
 
 def _add_globals(parser):
@@ -5148,7 +7219,8 @@ def parse_argv(argv):
     top = _parser(())
     _add_globals(top)
     seen, rest = top.parse_known_args(before)
-    if seen.version or seen.help and not rest:
+    groups = [[]] + [[verb[0]] for verb in COMMANDS if len(verb) > 1]
+    if seen.version or seen.help and rest in groups:
         return (), seen
     verb = _find_command(rest)
     leaf = _parser(verb)
@@ -5157,13 +7229,13 @@ def parse_argv(argv):
     if seen.help:
         seen.usage = leaf.format_help()
         return verb, seen
-    seen, ids = leaf.parse_known_args(rest[len(verb):], seen)
+    words = [_decode(word) for word in rest[len(verb):]]
+    seen, ids = leaf.parse_known_args(words, seen)
     for word in ids:
         if word[:1] == '-' and word != '-':
             raise UsageError('unknown option %s' % word,
                              'See: %s --help' % leaf.prog)
-    seen.ids = [os.fsencode(word).decode('utf-8', 'surrogateescape')
-                for word in ids + after]
+    seen.ids = ids + [_decode(word) for word in after]
     if seen.ids and not COMMANDS[verb].takes:
         raise UsageError('%s takes no %s' % (leaf.prog,
                                              json.dumps(seen.ids[0])))
@@ -5207,7 +7279,8 @@ def _started_how(options, env):
             if sys.executable and os.path.samefile(path, sys.executable):
                 words[0] = 'python3'
             break
-    home = options.home or env.get('PREFLIGHT_HOME')
+    home = (options.home or env.get('PREFLIGHT_HOME')
+            or env.get('STATE_DIRECTORY', '').split(':')[0])
     words += ['--home', home] if home else []
     for path in _configs(options, env):
         words += ['--config', path]
@@ -5224,7 +7297,7 @@ def _ask(question):
                          'give --expect or --yes')
     sys.stderr.write(question + ' [y/N] ')
     sys.stderr.flush()
-    return sys.stdin.readline().strip().lower() in ('y', 'yes')
+    return sys.stdin.buffer.readline().strip().lower() in (b'y', b'yes')
 
 
 def print_line(line):
@@ -5239,6 +7312,16 @@ def print_line(line):
         sys.stderr.flush()
     except (OSError, ValueError):
         pass                    # nobody reads it; the exit code stands
+
+
+def write_log(text):
+    """Write lines that are safe already to stderr, at once."""
+    if sys.stderr is not None:
+        try:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            pass                # a log nobody reads stops no check
 
 
 def make_world(options, stops):
@@ -5313,7 +7396,7 @@ def run_command(verb, options, stops):
                          'PREFLIGHT_URL; the command is local only',
                          'Run it as: env -u PREFLIGHT_URL ...')
     world = make_world(options, stops)
-    options.progress = no_progress
+    options.progress, options.write_log = no_progress, write_log
     if sys.stderr is not None and sys.stderr.isatty():
         options.progress = show_progress
     value = command.run(world, options)
