@@ -5727,6 +5727,22 @@ class Counts:
                 self.ready += 1
 
 
+def encode_response(response, request_id, is_last):
+    """Write the bytes of a response."""
+    lines = ['HTTP/1.1 %d %s' % (response.status,
+                                 PHRASES[response.status]),
+             'Content-Type: ' + response.kind,
+             'X-Request-Id: ' + request_id]
+    if response.body is not None:
+        lines.append('Content-Length: %d' % len(response.body))
+    lines += ['%s: %s' % pair for pair in response.headers]
+    lines += ['Cache-Control: no-store', 'X-Content-Type-Options: nosniff']
+    if is_last:
+        lines.append('Connection: close')
+    head = '\r\n'.join(lines) + '\r\n\r\n'
+    return head.encode('ascii') + (response.body or b'')
+
+
 class Peer:
     """One connection: an asyncio protocol that reads one request a time."""
 
@@ -5862,22 +5878,6 @@ class Peer:
     def _next(self):
         if not self.is_busy and not self.is_closing:
             self.advance()
-
-
-def encode_response(response, request_id, is_last):
-    """Write the bytes of a response."""
-    lines = ['HTTP/1.1 %d %s' % (response.status,
-                                 PHRASES[response.status]),
-             'Content-Type: ' + response.kind,
-             'X-Request-Id: ' + request_id]
-    if response.body is not None:
-        lines.append('Content-Length: %d' % len(response.body))
-    lines += ['%s: %s' % pair for pair in response.headers]
-    lines += ['Cache-Control: no-store', 'X-Content-Type-Options: nosniff']
-    if is_last:
-        lines.append('Connection: close')
-    head = '\r\n'.join(lines) + '\r\n\r\n'
-    return head.encode('ascii') + (response.body or b'')
 
 
 class Events:
@@ -6455,6 +6455,16 @@ def parse_query(text):
     return out
 
 
+def peer_uid(sock):
+    """Ask the OS for the user at the other end of a Unix socket."""
+    import socket
+    import struct
+    if not hasattr(socket, 'SO_PEERCRED'):
+        return None
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return struct.unpack('3i', data)[1]
+
+
 class Service:
     """All that the handlers share."""
 
@@ -6680,16 +6690,6 @@ class Service:
             self.loop.stop()
 
 
-def peer_uid(sock):
-    """Ask the OS for the user at the other end of a Unix socket."""
-    import socket
-    import struct
-    if not hasattr(socket, 'SO_PEERCRED'):
-        return None
-    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return struct.unpack('3i', data)[1]
-
-
 ServeSettings = namedtuple('ServeSettings', (
     'key is_loopback allow_hosts ready log_format sync_ms write_log'))
 ServeSettings.__doc__ = """What serve was started with. key: bytes. ready:
@@ -6857,6 +6857,21 @@ def _serve_settings(world, options, config, key, is_loopback):
                          options.write_log)
 
 
+def _run_loop(loop, service, world):
+    import signal
+    for name in ('SIGINT', 'SIGTERM', 'SIGHUP'):
+        number = getattr(signal, name, None)
+        if number is not None and (
+                signal.getsignal(number) != signal.SIG_IGN):
+            loop.add_signal_handler(number, service.stop, number)
+    loop.call_soon(service.sweep)
+    if service.settings.sync_ms:
+        loop.call_soon(service.syncer.start)
+    loop.run_forever()
+    if service.syncer.child is not None:
+        service.syncer.child.wait()
+
+
 def cmd_serve(world, options):
     """Serve the REST gate until a signal ends it; raises Interrupted."""
     import asyncio
@@ -6892,21 +6907,6 @@ def cmd_serve(world, options):
         if options.socket and os.path.exists(options.socket):
             os.unlink(options.socket)
     raise Interrupted(service.signal)
-
-
-def _run_loop(loop, service, world):
-    import signal
-    for name in ('SIGINT', 'SIGTERM', 'SIGHUP'):
-        number = getattr(signal, name, None)
-        if number is not None and (
-                signal.getsignal(number) != signal.SIG_IGN):
-            loop.add_signal_handler(number, service.stop, number)
-    loop.call_soon(service.sweep)
-    if service.settings.sync_ms:
-        loop.call_soon(service.syncer.start)
-    loop.run_forever()
-    if service.syncer.child is not None:
-        service.syncer.child.wait()
 
 
 # ==========================================================================
