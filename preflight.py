@@ -143,6 +143,10 @@ class StoreError(PreflightError):
     http_status = 503
 
 
+class StoreBusy(StoreError):
+    """Another process holds the state; a later try may succeed."""
+
+
 class UpstreamError(PreflightError):
     """A server did not do what MCP asks; cause is one of contract 9."""
 
@@ -411,7 +415,7 @@ def cut_deep(text, limit):
     return ''.join(kept)
 
 
-def decode_json(text, limit=MAX_DEPTH, number=_number):
+def decode_json(text, limit=MAX_DEPTH, number=_number, constant=_constant):
     """Parse JSON; a Refused stands where a value may not be trusted.
 
     Integral floats become integers, so that 1.0 and 1 hash alike, unless
@@ -420,7 +424,7 @@ def decode_json(text, limit=MAX_DEPTH, number=_number):
     """
     return json.loads(cut_deep(text, limit), object_pairs_hook=_unique,
                       parse_float=number, parse_int=_whole,
-                      parse_constant=_constant)
+                      parse_constant=constant)
 
 
 def find_refused(value):
@@ -2527,7 +2531,7 @@ def render_fields(row):
             value = json.dumps(value, indent=2, ensure_ascii=False)
         is_long = key in ('definition', 'stderr')
         text = safe_text(cell_text(value).rstrip('\n') if is_long
-                         else cell_text(value), '\n' if is_long else '\0')
+                         else cell_text(value), '\n' if is_long else '')
         text = text or '-'
         if '\n' in text:
             lines.append(key + ':')
@@ -2737,9 +2741,9 @@ class FileLock:
         pause = 0.0005
         while not self.take_now():
             if self.world.clock() > end:
-                raise StoreError('the state database is busy: %s was held '
-                                 'for %s' % (self.path, format_duration(
-                                     BUSY_TIMEOUT_MS)))
+                raise StoreBusy('the state database is busy: %s was held '
+                                'for %s' % (self.path, format_duration(
+                                    BUSY_TIMEOUT_MS)))
             self.world.sleep(pause)
             pause = min(pause * 2, 0.004)
         return self
@@ -2823,7 +2827,7 @@ def store_error(exc, path):
     """Translate an sqlite3 error into one sentence."""
     text = str(exc)
     if 'locked' in text or 'busy' in text:
-        return StoreError('the state database %s is busy' % path)
+        return StoreBusy('the state database %s is busy' % path)
     if re.search('malformed|not a database|no such (table|column)', text):
         return StoreError(
             'the state database %s is damaged: %s' % (path, text),
@@ -2887,12 +2891,13 @@ class Store:
     Errors of SQLite come out as StoreError.
     """
 
-    def __init__(self, home, world):
+    def __init__(self, home, world, busy_ms=None):
         make_home(home)
         self.home, self.world = home, world
+        self.busy_ms = BUSY_TIMEOUT_MS if busy_ms is None else busy_ms
         self.path = os.path.join(home, 'preflight.db')
         self.lock = FileLock(os.path.join(home, 'store.lock'), world)
-        self.con, self.is_checked = None, False
+        self.con, self.is_checked, self.inode = None, False, None
 
     def __enter__(self):
         return self
@@ -2910,6 +2915,7 @@ class Store:
                 with self.lock:
                     if not self._is_there():
                         self._create(self.path + '.new')
+            self.inode = os.stat(self.path).st_ino
             self.con = self._open(self.path)
         except sqlite3.Error as exc:
             raise store_error(exc, self.path) from exc
@@ -2924,7 +2930,7 @@ class Store:
     def _open(self, path):
         import sqlite3
         con = sqlite3.connect(path, isolation_level=None,
-                              timeout=BUSY_TIMEOUT_MS / 1000)
+                              timeout=self.busy_ms / 1000)
         try:
             con.execute('pragma synchronous=full')
         except sqlite3.Error:
@@ -2963,6 +2969,13 @@ class Store:
                 os.fsync(place)
             finally:
                 os.close(place)
+
+    def has_moved(self):
+        """Tell whether the open database is no longer the one in place."""
+        try:
+            return os.stat(self.path).st_ino != self.inode
+        except OSError:
+            return True
 
     def check_schema(self):
         """Refuse a database that another version of this file made."""
@@ -3307,11 +3320,19 @@ def save_record(con, row):
     con.execute('insert into activity values(?, ?, ?, ?, ?, ?, ?)', row)
 
 
-def load_records(con, after=0):
+def load_records(con, after=-1 << 62):
     """Iterate over audit rows in order, as save_record takes them."""
     return con.execute('select seq, at, request_id, type, status, body, '
                        'hash from activity where seq>? order by seq',
                        (after,))
+
+
+def find_changes(con, after, limit):
+    """Find the newest changes of the state: (seq, body) of their records."""
+    return con.execute(
+        "select seq, body from activity where seq>? and type in ('sync', "
+        "'approval', 'server') order by seq desc limit ?",
+        (after, limit)).fetchall()
 
 
 def load_record(con, seq):
@@ -3327,9 +3348,9 @@ def find_records(con, filters, limit, offset):
     filters: type, status, request_id, since, until (instants), actor, each
     or None.
     """
-    tests = {'actor': 'instr(body, :actor)>0', 'type': 'type=:type', 'status': 'status=:status',
-             'request_id': 'request_id=:request_id', 'since': 'at>=:since',
-             'until': 'at<:until'}
+    tests = {'actor': 'instr(body, :actor)>0', 'type': 'type=:type',
+             'status': 'status=:status', 'since': 'at>=:since',
+             'until': 'at<:until', 'request_id': 'request_id=:request_id'}
     on = [tests[key] for key in tests if filters.get(key) is not None]
     where = ' where ' + ' and '.join(on) if on else ''
     given = dict(filters, limit=limit, offset=offset)
@@ -3396,17 +3417,25 @@ def check_record(report, caller, at, source='cli'):
                    'per_tool': per_tool})
 
 
+def _body_of(body):
+    """Read the text of a record, {} when it is not one of ours."""
+    try:
+        body.encode('ascii')
+        data = json.loads(body)
+        return data if data['id'] and is_table(data['metadata']) else {}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
 def _row_fault(row, before):
     """Say what is wrong with one row of the chain, '' for nothing."""
     seq, at, request_id, kind, status, body, digest = row
-    if digest != sha256(before + body):
+    data = _body_of(body)
+    if not data or digest != sha256(before + body):
         return 'was edited, or a record before it was removed'
-    try:
-        data = json.loads(body)
-        told = (data['id'], data['request_id'], data['type'], data['status'])
-    except (ValueError, KeyError, TypeError):
-        return 'cannot be read'
-    if told != ('%012x-%08x' % (at, seq), request_id, kind, status):
+    place = '%012x-%08x' % (at, seq) if isinstance(at, int) else ''
+    if (place, request_id, kind, status) != (
+            data['id'], data['request_id'], data['type'], data['status']):
         return 'has columns that differ from its text'
     return ''
 
@@ -3416,7 +3445,7 @@ def _hash_before(con, first):
     if first == 1:
         return ''
     for body in find_records(con, {'type': 'prune'}, 1000, 0)[1]:
-        data = json.loads(body)['metadata']
+        data = _body_of(body).get('metadata', {})
         if data.get('last_seq') == first - 1:
             return data.get('last_hash')
     return None
@@ -3428,8 +3457,8 @@ def verify_chain(con, expected=''):
     expected: a head noted earlier, which must still stand in the chain;
     that is how a cut tail shows.
     """
-    rows, problems, anchors = 0, [], {}
-    first, before, heads = None, None, set()
+    rows, problems, first = 0, [], None
+    before, heads = None, set()
     for row in load_records(con):
         rows += 1
         if before is None:
@@ -3444,15 +3473,13 @@ def verify_chain(con, expected=''):
         fault = _row_fault(row, before)
         if fault and not (row[0] == first and problems):
             problems.append('record %d %s' % (row[0], fault))
-        last, before = row[0], row[6]
-        heads.add(row[6])
+        last, before = row[0], str(row[6])
+        heads.add(before)
         if row[3] == 'prune':
-            anchors[row[0]] = row
-    heads.update(json.loads(row[5])['metadata'].get('last_hash')
-                 for row in anchors.values())
+            heads.add(_body_of(row[5]).get('metadata', {}).get('last_hash'))
     if expected and expected not in heads:
         problems.append('the head %s is not in the chain: its end was cut '
-                        'off or rewritten' % expected)
+                        'off or rewritten, or it was pruned' % expected)
     return {'ok': not problems, 'records': rows, 'head': before or '',
             'problems': problems}
 
@@ -3480,8 +3507,9 @@ def prune_records(store, before, actor):
                  'last_seq': last_seq, 'last_hash': last_hash}))
             delete_records(con, last_seq)
             removed += len(old)
-        if len(old) < PRUNE_STEP:
+        if len(old) < PRUNE_STEP or store.world.stop:
             return removed
+        store.world.sleep(COMMIT_PAUSE_MS / 1000)
 
 
 # ==========================================================================
@@ -3493,7 +3521,8 @@ def find_command(command, base, env):
     """Resolve a command as the config's author meant it.
 
     With a slash it is relative to base, else it is looked up in the PATH of
-    the server's own environment. Raises UpstreamError command_not_found.
+    the server's own environment, in which a relative place is one of base,
+    never of where we run. Raises UpstreamError command_not_found.
     """
     import shutil
     if '/' in command or os.sep in command:
@@ -3505,11 +3534,13 @@ def find_command(command, base, env):
             raise UpstreamError('command_not_found', 'command %s is not '
                                 'executable' % path)
         return path
-    found = shutil.which(command, path=env.get('PATH', os.defpath))
+    path = env.get('PATH', os.defpath)
+    found = shutil.which(command, path=os.pathsep.join(
+        os.path.join(base, place) for place in path.split(os.pathsep)))
     if not found:
         raise UpstreamError(
             'command_not_found', "command '%s' not found; PATH was %s; give "
-            'an absolute path or set env.PATH' % (command, env.get('PATH')))
+            'an absolute path or set env.PATH' % (command, path))
     return found
 
 
@@ -3522,9 +3553,11 @@ class ChildLink:
     """
 
     def __init__(self, argv, cwd, env, world):
+        from collections import deque
         self.argv, self.cwd, self.env, self.world = argv, cwd, env, world
         self.child, self.selector = None, None
-        self.lines = []         # complete lines not yet taken
+        self.is_closing = False     # what still comes is thrown away
+        self.lines = deque()    # complete lines not yet taken
         self.partial = []       # chunks of the line that is not complete
         self.size = 0           # bytes in partial
         self.outgoing = b''     # what stdin did not take yet
@@ -3545,6 +3578,7 @@ class ChildLink:
             raise UpstreamError('command_not_found', 'the directory %s to '
                                 'start it in is not there' % self.cwd)
         try:
+            self.selector = selectors.DefaultSelector()
             self.child = subprocess.Popen(
                 self.argv, cwd=self.cwd, env=self.env, bufsize=0,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -3553,7 +3587,6 @@ class ChildLink:
             why = os_reason(exc) if isinstance(exc, OSError) else str(exc)
             raise UpstreamError('command_not_found', 'command %s cannot be '
                                 'started: %s' % (self.argv[0], why)) from exc
-        self.selector = selectors.DefaultSelector()
         for pipe in (self.child.stdin, self.child.stdout,
                      self.child.stderr):
             os.set_blocking(pipe.fileno(), False)
@@ -3562,8 +3595,13 @@ class ChildLink:
             self.open_pipes.add(pipe)
 
     def send(self, data):
-        """Queue bytes for the server; what blocks is sent while reading."""
+        """Queue bytes for the server; what blocks is sent while reading.
+
+        Raises UpstreamError for a server that asks and never reads.
+        """
         self.outgoing += data
+        if len(self.outgoing) > MAX_NOISE_BYTES:
+            raise UpstreamError('protocol', 'it does not read its input')
         self._write()
 
     def _write(self):
@@ -3603,8 +3641,8 @@ class ChildLink:
                 self.selector.unregister(pipe)
                 self.open_pipes.discard(pipe)
             elif pipe is self.child.stderr:
-                self.tail = (self.tail + chunk)[-STDERR_TAIL_BYTES:]
-            else:
+                self.tail = (self.tail + chunk)[-2 * STDERR_TAIL_BYTES:]
+            elif not self.is_closing:
                 self._feed(chunk)
         return moved
 
@@ -3628,7 +3666,7 @@ class ChildLink:
         """
         while True:
             if self.lines:
-                return self.lines.pop(0)
+                return self.lines.popleft()
             if self.world.stop:
                 raise Interrupted(self.world.stop[0])
             left = deadline - self.world.clock()
@@ -3684,8 +3722,6 @@ class ChildLink:
                 return False
             if self.selector.get_map():
                 self.pump(0.01)
-                del self.lines[:], self.partial[:]
-                self.size = 0
             else:
                 self.world.sleep(0.01)
         return True
@@ -3697,10 +3733,16 @@ class ChildLink:
         is it reaped. We never wait for the end of its output: a grandchild
         may hold that open.
         """
+        self.is_closing = True
+        if self.child is not None:
+            self._end_child(GRACE_MS / 1000)
+        if self.selector is not None:
+            self.selector.close()
+            self.selector = None
+
+    def _end_child(self, grace):
         import signal
-        if self.child is None:
-            return
-        grace = GRACE_MS / 1000
+        import subprocess
         if self.child.stdin in self.selector.get_map():
             self.selector.unregister(self.child.stdin)
         self.child.stdin.close()
@@ -3711,8 +3753,10 @@ class ChildLink:
         elif self.open_pipes:
             self._drain(0.2)    # grandchildren get a moment, too
         self._signal(signal.SIGKILL)
-        self.child.wait()
-        self.selector.close()
+        try:
+            self.child.wait(grace)
+        except subprocess.TimeoutExpired:
+            pass                # under sudo, say: not ours to end
         self.child.stdout.close()
         self.child.stderr.close()
         self.child = None
@@ -3721,8 +3765,6 @@ class ChildLink:
         end = self.world.clock() + seconds
         while self.open_pipes and self.world.clock() < end:
             self.pump(0.02)
-            del self.lines[:], self.partial[:]
-            self.size = 0
 
     def _signal(self, number):
         try:
@@ -3834,23 +3876,36 @@ def _child_link(server, environ, world):
     return ChildLink([command] + list(server.args), cwd, env, world)
 
 
+def _stderr_of(link, secrets):
+    """Give the end of stderr, masked before it is cut: no half of a secret
+    would be recognized."""
+    tail = link.tail.decode('utf-8', 'replace') if link else ''
+    return redact(tail, secrets)[-STDERR_TAIL_BYTES:]
+
+
 def _failure(exc, link, secrets):
     """Word a failure, with the last line a dying server wrote."""
-    tail = link.tail.decode('utf-8', 'replace') if link else ''
-    detail = str(exc)
+    detail, tail = redact(str(exc), secrets), _stderr_of(link, secrets)
     lines = [line.strip() for line in tail.splitlines() if line.strip()]
     if exc.cause in ('exited', 'timeout') and lines:
         detail += '; last stderr: ' + lines[-1][:300]
-    return Observation('error', exc.cause, redact(detail, secrets), None,
-                       None, 0, None, {}, [], redact(tail, secrets))
+    return Observation('error', exc.cause, detail, None, None, 0, None, {},
+                       [], tail)
 
 
-def secrets_of(server):
-    """List the expanded values that must never be shown."""
-    texts = list(server.env.values()) + list(server.headers.values())
-    words = [text.split(' ')[-1] for text in texts if text]
-    plain = [server.env.get(name) for name in launch_value(server)['env']]
-    return [word for word in set(words) - set(plain) if len(word) >= 4]
+def secrets_of(server, plain, environ):
+    """List the values that must never be shown: of env and headers, but
+    for what chooses code, and of variables elsewhere that are no paths.
+
+    plain: the server expanded.
+    """
+    texts = list(plain.env.values()) + list(plain.headers.values())
+    words = {text.split(' ')[-1] for text in texts if text}
+    words -= set(launch_value(plain)['env'].values())
+    for text in texts_of(server).values():
+        for name in re.findall(r'\$\{(?:env:)?(%s)' % NAME, text):
+            words.add(environ.get(name, ''))
+    return [word for word in words if len(word) >= 4 and word[0] != '/']
 
 
 def _observation(listing, dialogue, link, secrets):
@@ -3860,13 +3915,13 @@ def _observation(listing, dialogue, link, secrets):
             dialogue.noise, 'non-protocol line'))
     refused = {tool.name: tool.flaw for tool in tools
                if tool.flaw.startswith('definition refused')}
-    tail = redact(link.tail.decode('utf-8', 'replace'), secrets)
     return Observation('ready', '', '', listing.protocol, listing.era,
-                       listing.ttl, tools, refused, warnings, tail)
+                       min(listing.ttl, MAX_TTL_MS), tools, refused,
+                       warnings, _stderr_of(link, secrets))
 
 
-def _look_once(server, era, deadlines, world):
-    link, dialogue, secrets = None, None, secrets_of(server)
+def _look_once(server, era, deadlines, world, secrets):
+    link, dialogue = None, None
     try:
         link = _child_link(server, world.env, world)
         dialogue = Dialogue(link, server, *deadlines)
@@ -3890,7 +3945,8 @@ def observe_server(server, era, deadlines, world):
     deadlines: seconds on the monotonic clock by which the first reply must
     be there, and the list complete. What is started is ended before this
     returns. A server that dies on the first message of one era is started
-    once more with the other's.
+    once more with the other's, and so is one that has left the era that was
+    remembered of it.
     """
     plain, missing = expand_server(server, world.env)
     if missing:
@@ -3902,13 +3958,14 @@ def observe_server(server, era, deadlines, world):
         return Observation(
             'error', 'protocol', 'this version looks at stdio servers only',
             None, None, 0, None, {}, [], '')
-    first = None
-    for attempt in (era or 'handshake', 'modern'):
-        seen, is_early_death = _look_once(plain, attempt, deadlines, world)
-        if first is None:
-            first = seen
-        if not is_early_death or attempt == 'modern':
-            break
+    secrets = secrets_of(server, plain, world.env)
+    eras = ['handshake', 'modern']
+    if era == 'modern':
+        eras.reverse()
+    first, is_early = _look_once(plain, eras[0], deadlines, world, secrets)
+    if not is_early and (era != 'modern' or first.cause != 'protocol'):
+        return first
+    seen, _ = _look_once(plain, eras[1], deadlines, world, secrets)
     return seen if seen.state == 'ready' else first
 
 
@@ -4013,21 +4070,21 @@ def _record_sync(con, row, is_same, now, world):
         bump_generation(con)
 
 
-def save_observation(store, config, known, seen):
-    """Write what was seen of a server: its Row.
+def save_observation(store, known, seen, owner):
+    """Write what was seen of a server, and give its lease back: its Row.
 
     What it is compared with is read inside the same transaction, so an
-    approval that came meanwhile is not undone.
+    approval that came meanwhile is not undone. owner: of the lease.
     """
     server, now = known.server, store.world.now()
     with store.write() as con:
-        row_id, link_owner, link = load_link(con, server.name, server.file)
+        drop_lease(con, server.name, server.file, owner)
+        row_id, _, link = load_link(con, server.name, server.file)
         before = _tools_before(con, row_id, known, link)
         launches = load_launches(con, server.name)
         is_first = is_baseline(known.launch, launches)
-        fact = quarantine_fact(server, None, launches, config.settings, None)
-        if fact and not server.quarantined:     # decided while we looked
-            drop_lease(con, server.name, server.file, link_owner)
+        fact = launch_fact(server, launches, None)
+        if fact:                # another became the baseline while we looked
             return _row(server.name, 'quarantined', '', fact)
         plan = plan_sync(before, seen, is_first, server.trust_mode)
         is_same = (link.launch == known.launch and link.state == plan.state)
@@ -4053,14 +4110,17 @@ def save_observation(store, config, known, seen):
     return row
 
 
-def _drop_dead_switches(con, server, note):
-    """Drop switches whose config value has changed since, and say so."""
+def _drop_dead_switches(con, server):
+    """Drop switches whose config value has changed since: sentences."""
+    notes = []
     values = {'enabled': server.enabled, 'quarantined': server.quarantined}
     for key, switch in load_switches(con, server.name, server.file).items():
         if switch.over != values[key]:
             save_switch(con, server.name, server.file, key, None)
-            note('%s: %s is now %s in the config, which ends the switch set '
-                 'by hand' % (server.name, key, json.dumps(values[key])))
+            notes.append('%s: %s is now %s in the config, which ends the '
+                         'switch set by hand' % (
+                             server.name, key, json.dumps(values[key])))
+    return notes
 
 
 class Round:
@@ -4103,12 +4163,19 @@ class Round:
         return [self.rows[server.name] for server in servers]
 
     def _end(self):
+        """End the looks that still run, whatever ended this round."""
+        if not self.running:
+            return
+        self.world.stop.append(0)       # no signal: for the looks alone
         for thread, _, _ in self.running.values():
             thread.join()
-        if self.running:
+        self.world.stop.remove(0)
+        try:
             with self.store.write() as con:
                 for name, (_, _, known) in self.running.items():
                     drop_lease(con, name, known.server.file, self.owner)
+        except StoreError:
+            pass                # it runs out; what ended us says more
 
     def _start_some(self):
         for server in list(self.waiting):
@@ -4119,33 +4186,40 @@ class Round:
 
     def _start(self, server):
         import threading
-        name, now = server.name, self.world.now()
         opening = self.limit or server.start_timeout
         span = self.limit or opening + server.request_timeout
         with self.store.write() as con:
-            known, row_id = load_known(con, self.config, name)
-            _drop_dead_switches(con, known.server, self._note)
-            owner, link = load_link(con, name, server.file)[1:]
-            if known.disabled or known.quarantined:
-                state = 'disabled' if known.disabled else 'quarantined'
-                self.rows[name] = _row(name, state, '', known.disabled
-                                       or known.quarantined)
-                return
-            if link and owner != self.owner and is_lease_running(link, now):
-                self.foreign[name] = (server, link.lease_at, owner)
-                return
-            take_lease(con, name, server.file, (
-                now, now + span + LEASE_GRACE_MS, known.launch, self.owner))
+            notes = _drop_dead_switches(con, server)
+            known = self._admit(con, server, span)
+        for note in notes:      # never told under the lock
+            self.world.tell(note)
+        if known is None:
+            return
         era = known.connection.era if known.connection else None
         start = self.world.clock()
         thread = threading.Thread(target=self._work, args=(
             known.server, era, (start + opening / 1000,
                                 start + span / 1000)))
-        self.running[name] = (thread, start, known)
         thread.start()
+        self.running[server.name] = (thread, start, known)
 
-    def _note(self, text):
-        self.world.tell(text)
+    def _admit(self, con, server, span):
+        """Take the lease of a server: its Known, None when it is not ours
+        to look at."""
+        name, now = server.name, self.world.now()
+        known, _ = load_known(con, self.config, name)
+        owner, link = load_link(con, name, server.file)[1:]
+        if known.disabled or known.quarantined:
+            state = 'disabled' if known.disabled else 'quarantined'
+            self.rows[name] = _row(name, state, '', known.disabled
+                                   or known.quarantined)
+            return None
+        if link and owner != self.owner and is_lease_running(link, now):
+            self.foreign[name] = (server, link.lease_at, owner)
+            return None
+        take_lease(con, name, server.file, (
+            now, now + span + LEASE_GRACE_MS, known.launch, self.owner))
+        return known
 
     def _work(self, server, era, deadlines):
         try:
@@ -4167,7 +4241,7 @@ class Round:
         if seen is None:
             return
         thread.join()
-        row = save_observation(self.store, self.config, known, seen)
+        row = save_observation(self.store, known, seen, self.owner)
         del self.running[name]
         spent = int((self.world.clock() - start) * 1000)
         self.rows[name] = row._replace(ms=spent)
@@ -4315,7 +4389,8 @@ def open_snapshot(con, config):
     return Snapshot(con, config, {}, {})
 
 
-def _known(snap, name):
+def known_of(snap, name):
+    """Give (Known, row id) of a server, read at most once."""
     if name not in snap.servers:
         snap.servers[name] = load_known(snap.con, snap.config, name)
     return snap.servers[name]
@@ -4323,7 +4398,7 @@ def _known(snap, name):
 
 def _listed_tool(snap, name, tool):
     """Give a tool that is now listed under the configured launch."""
-    known, row_id = _known(snap, name)
+    known, row_id = known_of(snap, name)
     link = known.connection
     if link is None or not link.state or not is_storable(tool):
         return None
@@ -4338,14 +4413,14 @@ def load_cases(snap, question):
         key = ref.server, ref.tool
         if key not in snap.tools:
             snap.tools[key] = _listed_tool(snap, *key)
-        cases.append(Case(ref, _known(snap, ref.server)[0],
+        cases.append(Case(ref, known_of(snap, ref.server)[0],
                           snap.tools[key], question))
     return cases
 
 
 def _ids_of_server(snap, name, word):
     """List ids to suggest from one server, none if it is not visible."""
-    known, row_id = _known(snap, name)
+    known, row_id = known_of(snap, name)
     link = known.connection
     if (known.server is None or known.disabled or known.quarantined
             or link is None or not link.state):
@@ -4375,7 +4450,7 @@ def suggest_ids(snap, question, ref):
         ref.tool) else ()
     for name in {home for home, _ in homes} & names - set(near):
         if _listed_tool(snap, name, ref.tool):
-            known = _known(snap, name)[0]
+            known = known_of(snap, name)[0]
             if not known.disabled and not known.quarantined:
                 found.append('%s:%s' % (name, ref.tool))
     return rank_nearest(ref.id, found)
@@ -4520,9 +4595,11 @@ def run_sync(world, config, servers, limit, progress):
             rows = Round(store, config, limit, progress).run(servers)
             keep = config.settings['activity_retention']
             prune_records(store, world.now() - keep, 'operator')
-        return rows
     finally:
         world.stop.is_deferred = is_deferred
+    if world.stop:              # it came when all the looks were done
+        raise Interrupted(world.stop[0])
+    return rows
 
 
 def tell_sync(world, rows):
@@ -4690,10 +4767,9 @@ def _one_id(options):
 
 def cmd_tools_show(world, options):
     """Show all that is known of one tool, its definition included."""
-    config = load_config(world)
+    text, config = _one_id(options), load_config(world)
     with Store(world.home, world) as store, store.read() as con:
-        server, tool, row_id = _find_tool(con, config, _one_id(options),
-                                          world)
+        server, tool, row_id = _find_tool(con, config, text, world)
         row = _tool_row(server, tool)
         row['why'] = tool_status(tool)[1] or None
         row['approved_at'] = (format_time(tool.approved.at)
@@ -4732,9 +4808,9 @@ def _diff(con, server, tool, how):
 
 def cmd_tools_diff(world, options):
     """Show what approving a tool would trust, and the line that does it."""
-    config = load_config(world)
+    text, config = _one_id(options), load_config(world)
     with Store(world.home, world) as store, store.read() as con:
-        server, tool, _ = _find_tool(con, config, _one_id(options), world)
+        server, tool, _ = _find_tool(con, config, text, world)
         return _diff(con, server, tool, world.how)
 
 
@@ -5102,6 +5178,9 @@ def cmd_token_create(world, options):
                                              options.ids[0]):
         raise UsageError('give one name for the token: 1 to 64 of A-Z a-z '
                          '0-9 _ . -')
+    if options.ids[0] == 'operator':
+        raise UsageError('the name operator is taken: records of the '
+                         'operator carry it')
     name, now = options.ids[0], world.now()
     servers, profile = _token_scope(load_config(world), options)
     expires = None
@@ -5218,35 +5297,43 @@ def cmd_activity_prune(world, options):
 
 MAX_BODY_BYTES = 1 << 20
 MAX_HEAD_BYTES = 32 << 10
-MAX_PEERS = 1000
+MAX_HEADERS = 100
+MAX_PEERS = 512                 # below the usual limit of 1024 open files
 MAX_WAITS = 4
 MAX_STREAMS = 64
-MAX_CACHED = 20000              # tools held between two state changes
+MAX_REPLAY = 1000               # changes that a resumed stream is told
+MAX_CACHE_BYTES = 8 << 20       # bodies judged before rows are read anew
 READ_TIMEOUT_S = 10             # a whole request, from its first byte
 IDLE_TIMEOUT_S = 75
+LINGER_S = 2                    # for a refusal to be read before the reset
+SWEEP_S = 0.5
 SHUTDOWN_S = 5
-KEEP_ALIVE_S = 15               # between comments on an event stream
+BEAT_S = 15                     # between comments on an event stream
+TICK_S = 0.25                   # between looks for events
+CONFIG_RETRY_S = 0.2
+BUSY_STEP_S = 0.002
 REQUEST_DEPTH = 64
 SECRET_PREFIX = 'pfl_agt_'
 
 PHRASES = {200: 'OK', 202: 'Accepted', 400: 'Bad Request',
            401: 'Unauthorized', 403: 'Forbidden', 404: 'Not Found',
            405: 'Method Not Allowed', 408: 'Request Timeout',
-           411: 'Length Required', 413: 'Content Too Large',
-           431: 'Request Header Fields Too Large',
+           411: 'Length Required', 431: 'Request Header Fields Too Large',
            500: 'Internal Server Error', 503: 'Service Unavailable'}
 
-Request = namedtuple('Request', 'method path query headers body id is_last')
-Request.__doc__ = """One request. path: decoded; query: name -> values; id:
-the X-Request-Id that answers it; is_last: the connection closes after."""
+Request = namedtuple('Request', 'method path query headers body id is_last '
+                                'names')
+Request.__doc__ = """One request. path: as written; query: name -> values;
+id: the X-Request-Id that answers it; is_last: the connection closes after;
+names: what stands in the path, decoded."""
 
 Response = namedtuple('Response', 'status body kind headers')
 Response.__doc__ = """One response. body: bytes; kind: its media type;
 headers: further (name, value) pairs."""
 
-Who = namedtuple('Who', 'tier token')
+Who = namedtuple('Who', 'tier token digest')
 Who.__doc__ = """Whose credential a request carries; token: Token or None
-(the operator)."""
+(the operator), and the keyed digest it was found by."""
 
 
 class HttpError(PreflightError):
@@ -5263,60 +5350,72 @@ def respond(value, status=200, headers=()):
     return Response(status, body + b'\n', 'application/json', headers)
 
 
-def respond_text(text, status=200):
-    """Make a plain one-word response."""
-    return Response(status, text.encode('ascii') + b'\n', 'text/plain', ())
+def respond_text(text, status=200, kind='text/plain'):
+    """Make a response of plain text."""
+    return Response(status, text.encode('ascii') + b'\n', kind, ())
 
 
-def respond_error(exc, request_id):
-    """Make the error envelope of contract 5."""
-    return respond({'success': False, 'error': str(exc),
+def respond_error(exc, request_id, who):
+    """Make the error envelope of contract 5.
+
+    What is wrong with this host's files is told to its operator only.
+    """
+    text = str(exc)
+    if isinstance(exc, (ConfigError, StoreError)) and (
+            who is None or who.tier != OPERATOR):
+        text = 'the state or the configuration cannot be used now'
+    return respond({'success': False, 'error': text,
                     'request_id': request_id}, exc.http_status,
                    getattr(exc, 'headers', ()))
 
 
+HEADER = (rb"(?m)^([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*"
+          rb'([^\x00-\x08\x0a-\x1f\x7f]*?)[ \t]*\r\n')
 # Of these a second one would leave open which counts.
-SINGLE_HEADERS = (b'content-length', b'transfer-encoding', b'host', b'origin',
-                  b'authorization', b'x-api-key', b'x-request-id', b'expect')
+SINGLE_HEADERS = ('content-length', 'transfer-encoding', 'host', 'origin',
+                  'authorization', 'x-api-key', 'x-request-id', 'expect',
+                  'connection')
 
 
-def _header_pairs(lines):
-    seen = {}
-    for line in lines:
-        found = re.match(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*"
-                         rb'([\x20-\x7e\x80-\xff\t]*?)[ \t]*\Z', line)
-        if not found:
-            raise HttpError(400, 'a header line is malformed')
-        name = found.group(1).lower()
-        if name in SINGLE_HEADERS and name in seen:
-            raise HttpError(400, 'the header %s stands twice'
-                            % name.decode('ascii'))
-        seen[name] = found.group(2)
-    return seen
+def read_headers(text):
+    """Read header lines strictly: lower-case name -> value.
 
-
-def check_framing(head):
-    """Refuse a head that two readers could frame differently (RFC 9112).
-
-    head: the bytes before the empty line. Returns the length of the body,
-    None for none, or 'chunked'. Raises HttpError, and the connection closes.
+    text: bytes, each line with its end. Raises HttpError.
     """
-    lines = head.split(b'\r\n')
-    if not re.match(rb'[A-Z]{1,20} [\x21-\x7e]+ HTTP/1\.[01]\Z', lines[0]):
+    pairs = re.findall(HEADER, text)
+    if len(pairs) != text.count(b'\n'):
+        raise HttpError(400, 'a header line is malformed')
+    if len(pairs) > MAX_HEADERS:
+        raise HttpError(431, 'there are over %d headers' % MAX_HEADERS)
+    table = {}
+    for name, value in pairs:
+        name = name.decode('ascii').lower()
+        if name in SINGLE_HEADERS and name in table:
+            raise HttpError(400, 'the header %s stands twice' % name)
+        table[name] = value.decode('latin-1')
+    return table
+
+
+def check_framing(line, headers):
+    """Refuse what two readers could frame differently (RFC 9112).
+
+    line: the request line. Returns the length of the body, None for none,
+    or 'chunked'. Raises HttpError, and the connection closes.
+    """
+    if not re.match(rb'[A-Z]{1,20} [\x21-\x7e]+ HTTP/1\.[01]\Z', line):
         raise HttpError(400, 'the request line is malformed')
-    seen = _header_pairs(lines[1:])
-    is_old = lines[0].endswith(b'1.0')
-    if b'host' not in seen and not is_old:
+    is_old = line.endswith(b'1.0')
+    if 'host' not in headers and not is_old:
         raise HttpError(400, 'the header Host is missing')
-    coding, length = seen.get(b'transfer-encoding'), seen.get(
-        b'content-length')
+    length = headers.get('content-length')
+    coding = headers.get('transfer-encoding')
     if coding is not None:
-        if length is not None or is_old or coding.lower() != b'chunked':
+        if length is not None or is_old or coding.lower() != 'chunked':
             raise HttpError(400, 'Transfer-Encoding must be chunked, alone')
         return 'chunked'
     if length is None:
         return None
-    if not re.match(rb'[0-9]{1,18}\Z', length):
+    if not re.match(r'[0-9]{1,18}\Z', length):
         raise HttpError(400, 'Content-Length must be digits')
     if int(length) > MAX_BODY_BYTES:
         raise HttpError(400, 'the body is over 1 MiB')
@@ -5329,54 +5428,48 @@ class Body:
     def __init__(self, length):
         self.is_chunked = length == 'chunked'
         self.left = None if self.is_chunked else length or 0
-        self.is_ending = False
-        self.parts, self.size = [], 0
+        self.is_ending, self.data = False, bytearray()
 
     def feed(self, data):
         """Consume a bytearray from its front; True once it is complete."""
         if not self.is_chunked:
             return self._take(data)
-        while True:
-            if self.is_ending:
-                return self._end(data)
+        while not self.is_ending:
             if self.left is None:
-                if not self._size_line(data):
+                if not self._take_size(data):
                     return False
-            elif not self._take(data) or len(data) < 2:
+            elif not self._take(data) or not self._take_end(data):
                 return False
             else:
-                if data[:2] != b'\r\n':
-                    raise HttpError(400, 'a chunk is malformed')
-                del data[:2]
                 self.left = None
+        return self._take_end(data)
 
     def _take(self, data):
-        piece = bytes(data[:self.left])
+        piece = data[:self.left]
         del data[:self.left]
-        if piece:
-            self.parts.append(piece)
+        self.data += piece
         self.left -= len(piece)
         return self.left == 0
 
-    def _size_line(self, data):
+    def _take_size(self, data):
         end = data.find(b'\r\n', 0, 200)
         if end < 0 and len(data) < 200:
             return False
         found = re.match(rb'([0-9A-Fa-f]{1,8})(?:[ \t]*;[\x20-\x7e\t]*)?\Z',
-                         bytes(data[:max(end, 0)]))
+                         data[:max(end, 0)])
         if not found:
             raise HttpError(400, 'a chunk is malformed')
         del data[:end + 2]
         self.left = int(found.group(1), 16)
-        self.size += self.left
         self.is_ending = self.left == 0
-        if self.size > MAX_BODY_BYTES:
+        if len(self.data) + self.left > MAX_BODY_BYTES:
             raise HttpError(400, 'the body is over 1 MiB')
         return True
 
-    def _end(self, data):
-        if len(data) >= 2 and data[:2] != b'\r\n':
-            raise HttpError(400, 'trailers are not accepted')
+    def _take_end(self, data):
+        if not b'\r\n'.startswith(data[:2]):
+            raise HttpError(400, 'trailers are not accepted' if
+                            self.is_ending else 'a chunk is malformed')
         if len(data) < 2:
             return False
         del data[:2]
@@ -5385,21 +5478,25 @@ class Body:
 
 def strict_json(data):
     """Parse a request's body; raises HttpError 400 with the rule broken."""
+    def refuse(name):
+        raise ValueError('%s is not JSON' % name)
     try:
         text = data.decode('utf-8')
     except UnicodeDecodeError:
         raise HttpError(400, 'the body is not UTF-8') from None
     if text[:1] == '\ufeff':
         raise HttpError(400, 'the body begins with a byte order mark')
+    if cut_deep(text, REQUEST_DEPTH) != text:
+        raise HttpError(400, 'the body nests over %d levels' % REQUEST_DEPTH)
     try:
-        value = decode_json(text, REQUEST_DEPTH, float)
+        value = decode_json(text, REQUEST_DEPTH, float, refuse)
     except ValueError as exc:
         raise HttpError(400, 'the body is not exactly one JSON object: %s'
                         % exc) from exc
     why = find_refused(value)
     if why:
         raise HttpError(400, 'the body cannot be used: %s' % why)
-    if not isinstance(value, dict):
+    if not is_table(value):
         raise HttpError(400, 'the body is not exactly one JSON object')
     return value
 
@@ -5412,7 +5509,8 @@ Asked.__doc__ = """A check as a request asks for it, before any look-up.
 pairs: (id, pin), None when the request leaves the tools to its token."""
 
 
-def _only_keys(table, keys, where):
+def only_keys(table, keys, where=''):
+    """Refuse keys that are not known; raises HttpError 400."""
     for key in table:
         if key == 'as_user':
             raise HttpError(400, 'as_user is reserved')
@@ -5421,63 +5519,66 @@ def _only_keys(table, keys, where):
                                                        where))
 
 
-def _asked_tools(tools):
-    if not isinstance(tools, list):
-        raise HttpError(400, 'tools must be an array')
+def typed(table, key, is_kind, kind):
+    """Give an optional member; raises HttpError 400 for a wrong type."""
+    value = table.get(key)
+    if value is not None and not is_kind(value):
+        raise HttpError(400, '%s must be %s' % (key, kind))
+    return value
+
+
+def asked_pairs(tools):
+    """Read the member tools: (id, pin) pairs; raises HttpError 400."""
     if not tools:
         raise HttpError(400, 'tools is empty')
     if len(tools) > MAX_IDS:
         raise HttpError(400, 'tools has over %d entries' % MAX_IDS)
     pairs = []
     for item in tools:
-        if not isinstance(item, dict):
+        if not is_table(item):
             raise HttpError(400, 'an entry of tools must be an object')
-        _only_keys(item, ('id', 'pin_hash'), ' in an entry of tools')
-        pin = item.get('pin_hash')
-        if not is_text(item.get('id')) or not (pin is None or is_text(pin)):
-            raise HttpError(400, 'id and pin_hash must be strings')
-        pairs.append((item['id'], pin or ''))
+        only_keys(item, ('id', 'pin_hash'), ' in an entry of tools')
+        if item.get('id') is None:
+            raise HttpError(400, 'an entry of tools has no id')
+        pairs.append((typed(item, 'id', is_text, 'a string'),
+                      typed(item, 'pin_hash', is_text, 'a string') or ''))
     return pairs
+
+
+def is_wait(value):
+    """Claim that a value is an integer of milliseconds to wait."""
+    return type(value) is int and 0 <= value <= MAX_WAIT_MS
 
 
 def parse_check(data, has_own_tools):
     """Read the body of POST /api/v1/preflight (contract 5) into Asked.
 
     has_own_tools: the caller's token carries required tools, so that the
-    key may be left out. Raises HttpError 400 naming the rule broken.
+    key may be left out. Raises an error of status 400 naming the rule.
     """
-    table = strict_json(data)
-    _only_keys(table, CHECK_KEYS, '')
-    if table.get('tools') is None and has_own_tools:
-        pairs = None
-    elif table.get('tools') is None:
-        raise HttpError(400, 'tools is missing')
-    else:
-        pairs = _asked_tools(table['tools'])
+    table, pairs = strict_json(data), None
+    only_keys(table, CHECK_KEYS)
+    tools = typed(table, 'tools', is_list, 'an array')
+    if tools is not None or not has_own_tools:
+        if tools is None:
+            raise HttpError(400, 'tools is missing')
+        pairs = asked_pairs(tools)
         unique_refs(pairs)
-    wait_ms, profile = table.get('wait_ms'), table.get('profile')
-    policy = table.get('policy')
-    if wait_ms is not None and (type(wait_ms) is not int
-                                or not 0 <= wait_ms <= MAX_WAIT_MS):
-        raise HttpError(400, 'wait_ms must be an integer from 0 to %d'
-                        % MAX_WAIT_MS)
-    if profile is not None and not is_text(profile):
-        raise HttpError(400, 'profile must be a string')
-    if policy is not None and not isinstance(policy, dict):
-        raise HttpError(400, 'policy must be an object')
-    _only_keys(policy or {}, FILTERS, ' in policy')
-    for key, value in (policy or {}).items():
-        if not (value is None or is_flag(value)):
-            raise HttpError(400, 'policy.%s must be true or false' % key)
-    on = frozenset(key for key in FILTERS if (policy or {}).get(key))
+    wait_ms = typed(table, 'wait_ms', is_wait, 'an integer from 0 to %d'
+                    % MAX_WAIT_MS)
+    profile = typed(table, 'profile', is_text, 'a string')
+    policy = typed(table, 'policy', is_table, 'an object') or {}
+    only_keys(policy, FILTERS, ' in policy')
+    on = frozenset(key for key in policy
+                   if typed(policy, key, is_flag, 'true or false'))
     return Asked(pairs, profile or '', on, wait_ms or 0)
 
 
-def caller_of(who, config, profile):
+def caller_of(who, config, profile=''):
     """Give the Caller of a credential, narrowed by a profile.
 
     For an agent an unknown profile and one that shares no server with its
-    scope are the same error (contract 5). Raises UsageError.
+    scope are the same error (contract 5). Raises an error of status 400.
     """
     if who.token is None:
         return operator(config, profile)
@@ -5497,12 +5598,12 @@ def caller_of(who, config, profile):
 class Check:
     """One check under way: from its request to its answer."""
 
-    def __init__(self, peer, request, who, asked):
+    def __init__(self, peer, request, who, asked, is_probe=False):
         self.peer, self.request, self.who = peer, request, who
         self.asked = asked
-        self.is_ready_probe = False     # /readyz?tool=: 503 when not ready
-        self.is_final = False           # its wait is over
-        self.start = self.end = None    # of the wait, monotonic seconds
+        self.is_probe = is_probe    # /readyz?tool=: 503 when not ready
+        self.is_final = False       # its wait is over
+        self.start = None           # of the wait, monotonic seconds
 
 
 class Gate:
@@ -5514,11 +5615,11 @@ class Gate:
 
     def __init__(self, service):
         self.service, self.world = service, service.world
-        self.store = Store(self.world.home, self.world)
+        # What blocks here blocks the loop: a busy state is tried again.
+        self.store = Store(self.world.home, self.world, busy_ms=20)
         self.todo, self.waiting = [], set()
         self.is_scheduled, self.since = False, None
-        self.cache, self.mark = None, None
-        self.write_seconds, self.write_count = 0, 0
+        self.cache, self.mark, self.room = None, None, 0
 
     def submit(self, check):
         """Take a check into the next batch."""
@@ -5533,31 +5634,43 @@ class Gate:
 
     def flush(self):
         """Judge, record and answer what has come together."""
-        self.is_scheduled = False
         now = self.world.clock()
-        self.since = self.since or now
-        if not self.service.configs.is_settled():
-            return self._later(0.2)
-        is_late = now - self.since > BUSY_TIMEOUT_MS / 1000
-        if not is_late and not self.store.lock.take_now():
-            return self._later(0.002)
-        batch, self.todo, self.since = self.todo, [], None
+        self.is_scheduled, self.since = False, self.since or now
+        batch = [check for check in self.todo if not check.peer.is_gone()]
         try:
-            if is_late:
-                raise StoreError('the state database is busy')
-            config = self.service.configs.current()
-            with self.store.write() as con:
-                done = [(check, self._judge(con, config, check))
-                        for check in batch]
-            self.write_seconds += self.world.clock() - now
-            self.write_count += 1
-        except PreflightError as exc:
-            self.cache = None
+            if not self.service.configs.is_settled():
+                return self._later(CONFIG_RETRY_S)
+            if not self.store.lock.take_now():
+                raise StoreBusy('the state database is busy')
+            done = self._record(batch, now)
+        except StoreBusy as exc:
+            self.waiting -= set(batch)
+            if now - self.since < BUSY_TIMEOUT_MS / 1000:
+                return self._later(BUSY_STEP_S)
             done = [(check, exc) for check in batch]
+        except Exception as exc:
+            self.waiting -= set(batch)
+            self.cache = self.store.inode = None    # opened anew next time
+            error = self.service.error_of(exc)
+            done = [(check, error) for check in batch]
         finally:
             if self.store.lock.is_held:
                 self.store.lock.__exit__()
+        self.todo, self.since = [], None
         self._answer(done)
+
+    def _record(self, batch, now):
+        """Judge and record a batch in one transaction: (Check, result)s."""
+        config, counts = self.service.configs.current(), self.service.counts
+        if self.store.has_moved():
+            self.cache = None
+            self.store.close()
+        with self.store.write() as con:
+            done = [(check, self._judge(con, config, check))
+                    for check in batch]
+        counts.write_seconds += self.world.clock() - now
+        counts.writes += 1
+        return done
 
     def snapshot(self, con, config):
         """Give the rows read before, unless the state has moved.
@@ -5566,65 +5679,63 @@ class Gate:
         generation only with the state, not with audits.
         """
         version = data_version(con)
-        mark = self.mark
-        if self.cache is None or mark[0] != version or (
-                mark[2] is not config):
+        if self.cache is None or self.mark[0] != version or (
+                self.cache.config is not config or self.room < 0):
             generation = load_meta(con, 'generation')
-            if self.cache is None or mark[1:] != (generation, config):
+            if self.cache is None or self.mark[1] != generation or (
+                    self.cache.config is not config or self.room < 0):
                 self.cache = open_snapshot(con, config)
-            self.mark = (version, generation, config)
-        if len(self.cache.tools) > MAX_CACHED:
-            self.cache = open_snapshot(con, config)
+                self.room = MAX_CACHE_BYTES
+            self.mark = version, generation
         return self.cache
 
     def evaluate(self, con, config, check):
-        """Judge one check now: (Report, Caller). Raises HttpError."""
-        token = check.who.token
-        if token and not self.service.is_valid(con, token):
+        """Judge one check now: (Report, Question). Raises HttpError."""
+        asked, who, waited = check.asked, check.who, None
+        if who.token and not self.service.is_valid(con, who):
             raise HttpError(401, 'the token was revoked or has expired')
-        caller = caller_of(check.who, config, check.asked.profile)
-        pairs = check.asked.pairs
-        if pairs is None:
-            pairs = token.required
-        waited = None
-        if check.asked.wait_ms:
-            spent = self.world.clock() - check.start if check.start else 0
-            waited = int(spent * 1000)
-        question = Question(unique_refs(pairs), caller, check.asked.filters,
-                            self.world.now(), config.settings,
-                            self.world.how, places_of(self.world))
+        pairs = who.token.required if asked.pairs is None else asked.pairs
+        if asked.wait_ms:
+            waited = 0 if check.start is None else int(
+                (self.world.clock() - check.start) * 1000)
+        self.room -= len(check.request.body)
+        question = Question(unique_refs(pairs), caller_of(
+            who, config, asked.profile), asked.filters, self.world.now(),
+            config.settings, self.world.how, places_of(self.world))
         return judge_all(self.snapshot(con, config), question,
                          check.request.id, waited), question
 
     def _judge(self, con, config, check):
-        """Judge and record one check, or let it wait: what answers it."""
+        """Judge and record one check, or let it wait: None, then."""
+        import sqlite3
         try:
             report, question = self.evaluate(con, config, check)
-        except PreflightError as exc:
-            return exc
+        except sqlite3.Error:
+            raise               # it is the batch that failed
+        except Exception as exc:
+            return self.service.error_of(exc)
         if (report.verdict == RETRY and check.asked.wait_ms
-                and not check.is_final and len(self.waiting) < MAX_WAITS):
-            self._wait(check)
+                and not check.is_final and not check.peer.is_closing
+                and len(self.waiting) < MAX_WAITS):
+            self.waiting.add(check)
             return None
-        append_record(con, check_record(report, question.caller,
-                                        question.now, 'api'))
+        client = check.request.headers.get('x-mcpproxy-client', '')
+        append_record(con, check_record(
+            report, question.caller, question.now,
+            'cli' if client.startswith('cli/') else 'api'))
         return report
 
-    def _wait(self, check):
-        check.start = self.world.clock()
-        check.end = check.start + check.asked.wait_ms / 1000
-        self.waiting.add(check)
-        self._poll_later(check)
-
     def _poll_later(self, check):
-        left = check.end - self.world.clock()
+        left = (check.start - self.world.clock()
+                + check.asked.wait_ms / 1000)
         self.service.loop.call_later(
             max(0, min(WAIT_STEP_MS / 1000, left)), self._poll, check)
 
     def _poll(self, check):
         if check not in self.waiting:
             return              # its client has gone
-        is_over = self.world.clock() >= check.end
+        spent = self.world.clock() - check.start
+        is_over = spent >= check.asked.wait_ms / 1000
         try:
             if not is_over and self.service.configs.is_settled():
                 with self.store.read() as con:
@@ -5652,24 +5763,30 @@ class Gate:
 
     def _answer(self, done):
         for check, result in done:
-            if isinstance(result, PreflightError):
-                check.peer.reply(respond_error(result, check.request.id),
-                                 check.who)
-            elif result is not None:
-                self.service.counts.check(result)
-                is_bad = check.is_ready_probe and result.verdict != READY
-                check.peer.reply(respond(
-                    {'success': True, 'data': report_data(result)},
-                    503 if is_bad else 200), check.who)
+            if result is None:
+                check.start = self.world.clock()
+                self._poll_later(check)
+            else:
+                check.peer.reply(check.request, self._response(
+                    check, result), check.who)
+
+    def _response(self, check, result):
+        if isinstance(result, PreflightError):
+            return respond_error(result, check.request.id, check.who)
+        self.service.counts.check(result)
+        is_bad = check.is_probe and result.verdict != READY
+        return respond({'success': True, 'data': report_data(result)},
+                       503 if is_bad else 200)
 
 
 class Configs:
     """The config files, read again when they change (contract 5)."""
 
-    def __init__(self, world):
-        self.world = world
+    def __init__(self, world, sync_ms):
+        self.world, self.sync_ms = world, sync_ms
         self.config, self.stamp, self.fault = None, None, None
         self.retry_at = None
+        self.hosts = frozenset()        # of the key allow_hosts
 
     def _stamp(self):
         stamps = []
@@ -5684,21 +5801,24 @@ class Configs:
     def is_settled(self):
         """Read what has changed; False while a second try is due."""
         stamp, now = self._stamp(), self.world.clock()
-        if stamp == self.stamp and (self.fault is None
-                                    or self.retry_at is None):
+        if stamp == self.stamp and self.retry_at is None:
             return True
         if self.retry_at is not None and now < self.retry_at:
             return False
+        self.stamp = stamp
         try:
-            self.config, self.fault = load_config(self.world), None
-            self.retry_at = None
+            config = load_config(self.world)
         except ConfigError as exc:
             is_second = self.retry_at is not None
             self.fault = exc
-            self.retry_at = None if is_second else now + 0.2
-            self.stamp = stamp
+            self.retry_at = None if is_second else now + CONFIG_RETRY_S
             return is_second
-        self.stamp = stamp
+        if self.sync_ms:        # what --sync-interval says, max_age follows
+            config = config._replace(settings=dict(
+                config.settings, sync_interval=self.sync_ms))
+        self.config, self.fault, self.retry_at = config, None, None
+        self.hosts = frozenset(name.lower() for name in
+                               config.settings['allow_hosts'])
         return True
 
     def current(self):
@@ -5713,22 +5833,46 @@ class Counts:
 
     def __init__(self):
         self.verdicts = dict.fromkeys(EXIT_CODES, 0)
-        self.reasons = dict.fromkeys(REASONS, 0)
+        self.reasons = dict.fromkeys(('ready',) + tuple(REASONS), 0)
         self.statuses = {}
-        self.ready = 0
+        self.writes, self.write_seconds = 0, 0
 
     def check(self, report):
         """Count one check and its results."""
         self.verdicts[report.verdict] += 1
         for answer in report.answers:
-            if answer.reason:
-                self.reasons[answer.reason] += 1
-            else:
-                self.ready += 1
+            self.reasons[answer.reason or 'ready'] += 1
+
+    def render(self, waits, states):
+        """Write the counters as Prometheus text; names start preflight_."""
+        lines = []
+
+        def family(name, kind, about, label, rows):
+            lines.append('# HELP preflight_%s %s' % (name, about))
+            lines.append('# TYPE preflight_%s %s' % (name, kind))
+            lines.extend('preflight_%s{%s="%s"} %d' % (name, label, key,
+                                                       number)
+                         for key, number in sorted(rows.items()))
+        family('checks_total', 'counter', 'Checks by verdict.', 'verdict',
+               self.verdicts)
+        family('results_total', 'counter', 'Results by reason.', 'reason',
+               self.reasons)
+        family('http_requests_total', 'counter', 'Responses by status.',
+               'status', self.statuses)
+        family('wait_slots', 'gauge', 'Wait slots.', 'state',
+               {'busy': waits, 'free': MAX_WAITS - waits})
+        family('servers', 'gauge', 'Configured servers by state.', 'state',
+               {state: states.count(state) for state in SERVER_STATES})
+        family('audit_write_seconds', 'summary', 'Commits of audit records.',
+               '', {})
+        lines.append('preflight_audit_write_seconds_sum %.6f'
+                     % self.write_seconds)
+        lines.append('preflight_audit_write_seconds_count %d' % self.writes)
+        return '\n'.join(lines)
 
 
 def encode_response(response, request_id, is_last):
-    """Write the bytes of a response."""
+    """Write the bytes of a response; one without a body is a stream."""
     lines = ['HTTP/1.1 %d %s' % (response.status,
                                  PHRASES[response.status]),
              'Content-Type: ' + response.kind,
@@ -5736,31 +5880,37 @@ def encode_response(response, request_id, is_last):
     if response.body is not None:
         lines.append('Content-Length: %d' % len(response.body))
     lines += ['%s: %s' % pair for pair in response.headers]
-    lines += ['Cache-Control: no-store', 'X-Content-Type-Options: nosniff']
-    if is_last:
-        lines.append('Connection: close')
-    head = '\r\n'.join(lines) + '\r\n\r\n'
-    return head.encode('ascii') + (response.body or b'')
+    lines.append('Cache-Control: no-store\r\n'
+                 'X-Content-Type-Options: nosniff\r\n'
+                 'Connection: %s\r\n\r\n' % (
+                     'close' if is_last else 'keep-alive'))
+    return '\r\n'.join(lines).encode('ascii') + (response.body or b'')
 
 
 class Peer:
-    """One connection: an asyncio protocol that reads one request a time."""
+    """One connection: an asyncio protocol that reads one request a time.
+
+    is_busy: a request is being answered. is_closing: no further one will be
+    read. deadline: when sweep() ends a peer that is not busy.
+    """
 
     def __init__(self, service, is_local):
         self.service, self.is_local = service, is_local
+        self.clock = service.world.clock
         self.transport, self.buffer = None, bytearray()
         self.request, self.body = None, None    # being read
         self.current = None                     # being answered
-        self.is_busy = self.is_closing = self.is_stream = False
-        self.deadline, self.start = 0, 0
+        self.is_busy = self.is_closing = False
+        self.is_stream = self.is_refused = False
+        self.is_reading, self.is_writable = True, True
+        self.deadline, self.start = self.clock() + READ_TIMEOUT_S, 0
 
     def connection_made(self, transport):
-        """Begin; a local peer must be the same user, where the OS tells."""
+        """Begin, if the service takes this peer."""
         self.transport = transport
-        self.deadline = self.service.world.clock() + READ_TIMEOUT_S
         if not self.service.admit_peer(self):
             self.is_closing = True
-            transport.close()
+            transport.abort()
 
     def connection_lost(self, exc):
         """Forget all that waited for this peer."""
@@ -5768,6 +5918,10 @@ class Peer:
         self.service.peers.discard(self)
         self.service.gate.drop(self)
         self.service.events.drop(self)
+
+    def is_gone(self):
+        """Tell whether nobody is there to be answered."""
+        return self.transport.is_closing()
 
     def eof_received(self):
         """Let an answer under way go out; a waiting one has lost its peer."""
@@ -5778,60 +5932,83 @@ class Peer:
 
     def pause_writing(self):
         """Take no more requests from a peer that does not read."""
-        self.transport.pause_reading()
+        self.is_writable = False
+        self._steer()
 
     def resume_writing(self):
         """Go on once it reads again."""
-        self.transport.resume_reading()
+        self.is_writable = True
+        self._steer()
+        self._next()
+
+    def _steer(self):
+        """Read from the socket only as much as can be dealt with."""
+        wanted = self.is_writable and (
+            len(self.buffer) <= MAX_BODY_BYTES + MAX_HEAD_BYTES)
+        if wanted != self.is_reading and not self.is_gone():
+            self.is_reading = wanted
+            (self.transport.resume_reading if wanted
+             else self.transport.pause_reading)()
 
     def data_received(self, data):
         """Take bytes; what follows a request waits until it is answered."""
-        if self.is_stream:
-            return
+        if self.is_stream or self.is_closing:
+            return              # of a refused body nothing is read
         if not self.buffer and self.request is None:
-            self.deadline = self.service.world.clock() + READ_TIMEOUT_S
+            self.deadline = self.clock() + READ_TIMEOUT_S
         self.buffer += data
-        if not self.is_busy:
-            self.advance()
-        elif len(self.buffer) > MAX_BODY_BYTES + MAX_HEAD_BYTES:
-            self.transport.pause_reading()
+        if self.is_busy:
+            self._steer()
+        else:
+            self._advance()
 
-    def advance(self):
+    def _next(self):
+        if not (self.is_busy or self.is_closing) and (
+                self.buffer and self.is_writable):
+            self._advance()
+
+    def _advance(self):
         """Read a request from the buffer and hand it over."""
         try:
             if self.request is None and not self._take_head():
                 return
             if not self.body.feed(self.buffer):
                 return self._continue()
-        except PreflightError as exc:
-            return self._refuse(exc)
-        self.current = self.request._replace(body=b''.join(self.body.parts))
-        self.request, self.is_busy = None, True
-        self.start = self.service.world.clock()
+        except Exception as exc:
+            return self.refuse(self.service.error_of(exc))
+        self.current = self.request._replace(body=bytes(self.body.data))
+        self.request = self.body = None
+        self.is_busy, self.start = True, self.clock()
         self.service.handle(self, self.current)
 
-    def _refuse(self, exc):
+    def refuse(self, exc):
         """Answer what is no request, and close: its bytes are not read."""
-        world = self.service.world
         self.current = self.request or Request(
-            '-', '-', {}, {}, b'', new_request_id(world), True)
-        self.request, self.is_busy, self.is_closing = None, True, True
-        self.start = world.clock()
-        self.reply(respond_error(exc, self.current.id), None)
+            '-', '-', {}, {}, b'', new_request_id(self.service.world), True,
+            ())
+        self.request, self.is_refused = None, True
+        self.is_busy = self.is_closing = True
+        self.start = self.clock()
+        self.buffer.clear()
+        self.reply(self.current, respond_error(exc, self.current.id, None),
+                   None)
 
     def _take_head(self):
         if self.buffer[:2] == b'\r\n':
             del self.buffer[:2]         # RFC 9112, 2.2
         end = self.buffer.find(b'\r\n\r\n')
+        if end < 0 and re.search(rb'\A[^A-Z]|[^\r]\n', self.buffer):
+            raise HttpError(400, 'the request line is malformed')
         if max(end, len(self.buffer) if end < 0 else 0) > MAX_HEAD_BYTES:
             raise HttpError(431, 'the headers are larger than %d bytes'
                             % MAX_HEAD_BYTES)
         if end < 0:
             return False
-        head = bytes(self.buffer[:end])
+        line, _, rest = bytes(self.buffer[:end + 2]).partition(b'\r\n')
         del self.buffer[:end + 4]
-        length = check_framing(head)
-        self.request = self.service.parse_head(head)
+        headers = read_headers(rest)
+        length = check_framing(line, headers)
+        self.request = self.service.parse_head(line, headers)
         if length is None and self.request.method in ('POST', 'PUT',
                                                       'PATCH'):
             raise HttpError(411, 'the request has no Content-Length and is '
@@ -5841,43 +6018,50 @@ class Peer:
 
     def _continue(self):
         """Ask for the body, once what stands before it is admitted."""
-        headers = self.request.headers
-        if headers.pop('expect', '').lower() == '100-continue':
-            try:
-                self.service.admit(self, self.request)
-            except PreflightError as exc:
-                return self._refuse(exc)
-            self.transport.write(b'HTTP/1.1 100 Continue\r\n\r\n')
+        if self.request.headers.pop('expect', '').lower() != '100-continue':
+            return
+        try:
+            self.service.admit(self, self.request)
+        except PreflightError as exc:
+            return self.refuse(exc)
+        self.transport.write(b'HTTP/1.1 100 Continue\r\n\r\n')
 
     def expire(self):
         """End a peer that is too slow, or idle."""
-        if self.buffer or self.request:
-            self._refuse(HttpError(408, 'the request was too slow'))
+        if self.is_closing or self.transport.get_write_buffer_size():
+            self.transport.abort()
+        elif self.buffer or self.request:
+            self.refuse(HttpError(408, 'the request was too slow'))
         else:
             self.transport.close()
 
-    def reply(self, response, who):
+    def reply(self, request, response, who):
         """Write a response in one go, and read on."""
-        if self.transport.is_closing() or not self.is_busy:
+        if request is not self.current or not self.is_busy or self.is_gone():
             return
-        request, service = self.current, self.service
-        if request.is_last or service.is_stopping:
-            self.is_closing = True
-        self.transport.write(encode_response(response, request.id,
-                                             self.is_closing))
-        service.log(self, request, response, who)
+        self.is_closing |= request.is_last or self.service.is_stopping
+        data = encode_response(response, request.id, self.is_closing)
+        if request.method == 'HEAD':
+            data = data[:-len(response.body)]
+        self.transport.write(data)
+        self.service.log(self, request, response, who)
         self.is_busy = False
-        if self.is_closing:
-            return self.transport.close()
-        self.deadline = service.world.clock() + (
+        self.deadline = self.clock() + (
             READ_TIMEOUT_S if self.buffer else IDLE_TIMEOUT_S)
-        self.transport.resume_reading()
-        if self.buffer:
-            service.loop.call_soon(self._next)
+        if not self.is_closing:
+            self._steer()
+            if self.buffer:
+                self.service.loop.call_soon(self._next)
+        elif self.is_refused and not self.service.is_stopping:
+            self._linger()
+        else:
+            self.transport.close()
 
-    def _next(self):
-        if not self.is_busy and not self.is_closing:
-            self.advance()
+    def _linger(self):
+        """Close once the peer has read: a reset would lose the answer."""
+        self.deadline = self.clock() + LINGER_S
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
 
 
 class Events:
@@ -5887,10 +6071,8 @@ class Events:
     behind it as its id, so Last-Event-ID resumes, over a restart too.
     """
 
-    TICK_S = 0.25
-
     def __init__(self, service):
-        self.service, self.peers = service, {}  # peer -> (Who, last beat)
+        self.service, self.peers = service, {}  # peer -> [Who, last beat]
         self.seen, self.states = 0, {}
         self.is_running = False
 
@@ -5900,50 +6082,40 @@ class Events:
 
     def open(self, peer, request, who):
         """Begin a stream, with what came after Last-Event-ID."""
+        service = self.service
         if len(self.peers) >= MAX_STREAMS:
             raise HttpError(503, 'too many event streams are open')
-        last = request.headers.get('last-event-id', '')
-        with self.service.gate.store.read() as con:
+        service.configs.is_settled()
+        config, last = service.configs.current(), request.headers.get(
+            'last-event-id', '')
+        with service.gate.store.read() as con:
             head = load_last_record(con)[0]
-            config = self.service.configs.current()
             since = int(last) if re.match(r'[0-9]{1,15}\Z', last) else head
-            missed = self._since(con, config, min(since, head))
+            since = min(since, head)
             if not self.peers:
-                self.seen = head
-                self.states = self._all_states(con, config)
-        peer.is_stream, peer.deadline = True, None
-        head_bytes = encode_response(Response(
-            200, None, 'text/event-stream', ()), request.id, True)
-        peer.transport.write(head_bytes + b': ready\nid: %d\n\n'
-                             % min(since, head))
-        self.service.log(peer, request, Response(200, b'', '', ()), who)
-        self.peers[peer] = [who, self.service.world.clock()]
-        for event in missed:
-            self._send(peer, config, *event)
+                self.seen, self.states = head, service.states(con, config)
+            peer.is_stream, peer.deadline = True, None
+            peer.transport.write(encode_response(Response(
+                200, None, 'text/event-stream', ()), request.id, True)
+                + b': ready\nid: %d\n\n' % since)
+            self.peers[peer] = [who, peer.clock()]
+            self._send([peer], con, config, self._since(con, since))
+        service.log(peer, request, Response(200, b'', '', ()), who)
         if not self.is_running:
             self.is_running = True
-            self.service.loop.call_later(self.TICK_S, self._tick)
+            service.loop.call_later(TICK_S, self._tick)
 
-    def _all_states(self, con, config):
-        now = self.service.world.now()
-        return {server.name: server_state(
-            *load_known(con, config, server.name)[:1], config.settings, now)
-            for server in all_servers(config)[0]}
-
-    def _since(self, con, config, seq):
-        """List what records after seq changed: (id, kind, data) each."""
-        out, names = [], {}
-        for row in load_records(con, seq):
-            data = json.loads(row[5])['metadata']
-            if row[3] not in ('sync', 'approval', 'server'):
-                continue
+    def _since(self, con, after):
+        """List what changed after a record: (its place, kind, name)."""
+        rows, out = find_changes(con, after, MAX_REPLAY), {}
+        for seq, body in reversed(rows):
+            data = json.loads(body)['metadata']
             if data.get('server'):
-                names[data['server']] = row[0]
+                out['server', data['server']] = seq
             for key in ('added', 'changed', 'vanished', 'tools'):
                 for name in data.get(key) or ():
-                    out.append((row[0], 'tool', name))
-        events = [(at, 'server', name) for name, at in names.items()]
-        return sorted(events + out)
+                    out['tool', name] = seq
+        return sorted((seq,) + key for key, seq in out.items())
 
     def _tick(self):
         """Look for changes, while anybody listens."""
@@ -5951,113 +6123,128 @@ class Events:
         if not self.peers:
             return
         try:
-            if self.service.configs.is_settled():
-                self._look()
-        except PreflightError as exc:
-            self.service.world.tell('events: %s' % exc)
-        self._beat()
-        self.service.loop.call_later(self.TICK_S, self._tick)
-
-    def _look(self):
-        config, events = self.service.configs.current(), []
-        with self.service.gate.store.read() as con:
-            head = load_last_record(con)[0]
-            if head != self.seen:
-                events = self._since(con, config, self.seen)
-            named = {name for _, kind, name in events if kind == 'server'}
-            states = self._all_states(con, config)
-        events += [(None, 'server', name) for name in sorted(states)
-                   if name not in named and name in self.states
-                   and states[name] != self.states[name]]
-        self.seen, self.states = head, states
-        for peer in list(self.peers):
-            for event in events:
-                self._send(peer, config, *event)
-
-    def _beat(self):
-        now = self.service.world.clock()
-        for peer, state in list(self.peers.items()):
             with self.service.gate.store.read() as con:
-                is_valid = state[0].token is None or self.service.is_valid(
-                    con, state[0].token)
-            if not is_valid or peer.transport.get_write_buffer_size() > (
-                    MAX_BODY_BYTES):
+                self._beat(con)
+                if self.service.configs.is_settled():
+                    self._look(con, self.service.configs.current())
+        except PreflightError:
+            pass                # whoever asks for a check is told
+        self.service.loop.call_later(TICK_S, self._tick)
+
+    def _look(self, con, config):
+        head, events = load_last_record(con)[0], []
+        if head != self.seen:
+            events = self._since(con, self.seen)
+        states = self.service.states(con, config)
+        named = {name for _, kind, name in events if kind == 'server'}
+        events += [(None, 'server', name) for name in sorted(states)
+                   if name not in named
+                   and states[name] != self.states.get(name)]
+        self.seen, self.states = head, states
+        self._send(list(self.peers), con, config, events)
+
+    def _beat(self, con):
+        """End streams that may not go on; show the others a sign of life."""
+        for peer, state in list(self.peers.items()):
+            if state[0].token and not self.service.is_valid(con, state[0]):
                 peer.transport.close()
-            elif now - state[1] > KEEP_ALIVE_S:
-                state[1] = now
+            elif peer.transport.get_write_buffer_size() > MAX_BODY_BYTES:
+                peer.transport.abort()
+            elif peer.clock() - state[1] > BEAT_S:
+                state[1] = peer.clock()
                 peer.transport.write(b': still here\n\n')
 
-    def _send(self, peer, config, number, kind, name):
-        """Send one event, cut to what its reader may know."""
-        who = self.peers[peer][0]
-        caller = caller_of(who, config, '')
-        server = name if kind == 'server' else parse_id(name).server
-        if caller.servers is not None and server not in caller.servers:
-            return
-        data = self._event_data(caller, config, kind, name)
-        text = 'event: %s\ndata: %s\n\n' % (kind, json.dumps(data))
-        if number is not None:
-            text = 'id: %d\n' % number + text
-        peer.transport.write(text.encode('ascii'))
+    def _send(self, peers, con, config, events):
+        """Send events, to each reader what is in its scope."""
+        made = {}
+        for peer in peers:
+            caller = caller_of(self.peers[peer][0], config)
+            for number, kind, name in events:
+                server = name if kind == 'server' else parse_id(name).server
+                if not (caller.servers is None or server in caller.servers):
+                    continue
+                key = caller.tier, kind, name
+                if key not in made:
+                    made[key] = self._data(con, config, *key)
+                if made[key]:
+                    text = 'event: %s\ndata: %s\n\n' % (kind, json.dumps(
+                        made[key]))
+                    if number is not None:
+                        text = 'id: %d\n' % number + text
+                    peer.transport.write(text.encode('ascii'))
 
-    def _event_data(self, caller, config, kind, name):
+    def _data(self, con, config, tier, kind, name):
+        snap = self.service.gate.snapshot(con, config)
         now = self.service.world.now()
-        with self.service.gate.store.read() as con:
-            if kind == 'server':
-                known = load_known(con, config, name)[0]
-                return {'server': name, 'state': server_state(
-                    known, config.settings, now)}
-            question = Question(unique_refs([(name, '')]), caller, (), now,
-                                config.settings, '', '')
-            case = load_cases(open_snapshot(con, config), question)[0]
-            answer = evaluate(case)[0]
-        return {'id': name, 'status': answer.status,
-                'reason': answer.reason or None}
+        if kind == 'server':
+            known = known_of(snap, name)[0]
+            return {'server': name, 'state': server_state(
+                known, config.settings, now)} if known.server else None
+        question = Question([parse_id(name)], Caller(tier, '', '', None), (),
+                            now, config.settings, '', '')
+        answer = evaluate(load_cases(snap, question)[0])[0]
+        return {key: value for key, value in answer_fields(answer).items()
+                if key in ('id', 'status', 'reason')}
 
 
 class Syncer:
     """Background sync: a child process, so that no request waits for it.
 
-    At start, then every interval with jitter; after a failure to run it at
-    all the pause doubles, up to 8 intervals.
+    At start, then every interval with jitter; after a run that failed the
+    pause doubles, up to 8 intervals.
     """
 
     def __init__(self, service, interval_ms):
         self.service, self.interval_ms = service, interval_ms
-        self.child, self.timer, self.failures = None, None, 0
-        self.again = None       # a sync asked for while one is under way
+        self.child, self.thread, self.timer = None, None, None
+        self.failures = 0
+        self.again = None       # names for the run after the one under way
 
     def start(self, names=()):
-        """Start a sync; one that runs already is followed by another."""
+        """Start a sync of some servers, or of all.
+
+        While one runs it is followed by another, once.
+        """
         import subprocess
+        import threading
+        names = list(names)
         if self.child is not None:
-            self.again = names
+            all_of_them = not names or self.again == []
+            self.again = [] if all_of_them else (self.again or []) + names
             return
         if self.timer is not None:
             self.timer.cancel()
         world = self.service.world
-        words = [sys.executable, '-I', os.path.abspath(__file__), 'sync',
-                 '--home', world.home]
+        words = ['--home', world.home]
         for path in world.configs:
             words += ['--config', path]
         for name in ('dialect', 'workspace'):
             if getattr(world, name):
                 words += ['--' + name, getattr(world, name)]
-        env = {name: value for name, value in world.env.items()
-               if name not in ('PREFLIGHT_URL', 'PREFLIGHT_OUTPUT')}
         try:
             self.child = subprocess.Popen(
-                words + ['--'] + list(names), env=env,
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+                [sys.executable, '-I', os.path.abspath(__file__), 'sync']
+                + words + ['--'] + names, stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                env={name: value for name, value in world.env.items()
+                     if not name.startswith('PREFLIGHT_')})
         except OSError as exc:
-            world.tell('sync cannot be started: %s' % os_reason(exc))
-        self.service.loop.call_later(0.05, self._watch)
+            self.service.tell('sync cannot be started: %s' % os_reason(exc))
+            return self._ended(EXIT_FAILED)
+        self.thread = threading.Thread(target=self._follow,
+                                       args=(self.child,))
+        self.thread.start()
 
-    def _watch(self):
-        code = self.child.poll() if self.child else EXIT_FAILED
-        if code is None:
-            self.service.loop.call_later(0.05, self._watch)
-            return
+    def _follow(self, child):
+        """Pass on what a sync says, and its end; runs in a thread."""
+        call = self.service.loop.call_soon_threadsafe
+        for line in child.stderr:
+            call(self.service.tell, 'sync: ' + line.decode(
+                'utf-8', 'replace').rstrip())
+        child.stderr.close()
+        call(self._ended, child.wait())
+
+    def _ended(self, code):
         self.child = None
         if self.service.is_stopping:
             return
@@ -6067,9 +6254,9 @@ class Syncer:
             self.start(names)
         elif self.interval_ms:
             spread = 0.9 + 0.2 * self.service.world.random(1)[0] / 255
-            pause = self.interval_ms / 1000 * spread * min(
-                8, 2 ** min(self.failures, 3))
-            self.timer = self.service.loop.call_later(pause, self.start)
+            self.timer = self.service.loop.call_later(
+                self.interval_ms / 1000 * spread * 2 ** min(
+                    self.failures, 3), self.start)
 
     def stop(self):
         """End a sync under way: it gives its leases back."""
@@ -6078,10 +6265,13 @@ class Syncer:
         if self.child is not None:
             self.child.terminate()
 
-
-def agent_view(rows, keys):
-    """Cut rows to what an agent may read (contract 7)."""
-    return [{key: row[key] for key in keys} for row in rows]
+    def join(self):
+        """Wait for a sync that was told to end, and end it in any case."""
+        if self.thread is not None:
+            self.thread.join(SHUTDOWN_S)
+            if self.thread.is_alive():
+                self.child.kill()
+                self.thread.join()
 
 
 AGENT_TOOL_KEYS = ('id', 'server', 'name', 'listed', 'status', 'blocked',
@@ -6095,248 +6285,100 @@ Options.__doc__ = """What a request passes to a command, as the CLI would."""
 
 def make_options(**given):
     """Make Options; what is not given is as without any option."""
-    return Options(**dict(dict(
-        ids=[], type=None, status=None, request_id=None, since=None,
-        until=None, limit='50', offset='0', actor=None), **given))
+    plain = dict.fromkeys(Options._fields)
+    plain.update(ids=[], limit='50', offset='0')
+    return Options(**dict(plain, **given))
 
 
-def in_scope(rows, caller):
-    """Keep the rows of servers in a caller's scope."""
-    return [row for row in rows if caller.servers is None
+def cut_rows(rows, who, caller, keys):
+    """Cut rows to a caller's scope, and for an agent to some keys."""
+    rows = [row for row in rows if caller.servers is None
             or row['server'] in caller.servers]
+    if who.token is None:
+        return rows
+    return [{key: row[key] for key in keys} for row in rows]
 
 
-def get_servers(world, request, who, names):
+def get_servers(world, config, request, who):
     """GET /api/v1/servers: what is known of each, cut to the caller."""
-    caller = caller_of(who, load_config(world), '')
-    rows = in_scope(cmd_servers_list(world, make_options()), caller)
-    if who.token is not None:
-        rows = agent_view(rows, AGENT_SERVER_KEYS)
+    rows = cut_rows(cmd_servers_list(world, make_options()), who,
+                    caller_of(who, config), AGENT_SERVER_KEYS)
     return respond({'success': True, 'data': {'servers': rows}})
 
 
-def get_tools(world, request, who, names):
+def get_tools(world, config, request, who):
     """GET /api/v1/tools and /servers/{name}/tools, cut to the caller."""
-    config = load_config(world)
-    caller = caller_of(who, config, '')
+    caller, names = caller_of(who, config), list(request.names)
     if names and (look_up(config, names[0])[0] is None
                   or caller.servers is not None
                   and names[0] not in caller.servers):
         raise HttpError(404, 'no such server')
-    rows = in_scope(cmd_tools_list(world, make_options(ids=names)), caller)
-    if who.token is not None:
-        rows = agent_view(rows, AGENT_TOOL_KEYS)
+    rows = cut_rows(cmd_tools_list(world, make_options(ids=names)), who,
+                    caller, AGENT_TOOL_KEYS)
     return respond({'success': True, 'data': {'tools': rows}})
 
 
-def get_activity(world, request, who, names):
-    """GET /api/v1/activity: records, an agent's own ones only."""
+def get_activities(world, config, request, who):
+    """GET /api/v1/activity: records; an agent's, since it was made."""
     known = ('type', 'status', 'request_id', 'since', 'until', 'limit',
-             'offset', 'apikey')
+             'offset')
     given = {}
     for key, values in request.query.items():
-        if key not in known or len(values) > 1:
+        if key not in known + ('apikey',) or len(values) > 1:
             raise HttpError(400, 'unknown or repeated parameter %s'
                             % json.dumps(key))
         given[key] = values[0]
     given.pop('apikey', None)
-    actor = who.token.name if who.token else None
-    return respond({'success': True, 'data': cmd_activity_list(
-        world, make_options(actor=actor, **given))})
+    if who.token:
+        since = max(who.token.at, parse_time(given.get('since', '1970-01-01')))
+        given.update(actor=who.token.name, since=format_time(since))
+    try:
+        found = cmd_activity_list(world, make_options(**given))
+    except UsageError as exc:
+        raise HttpError(400, str(exc).lstrip('-')) from exc
+    return respond({'success': True, 'data': found})
 
 
-def get_record(world, request, who, names):
+def get_activity(world, config, request, who):
     """GET /api/v1/activity/{id}: one record, or the same 404 for all."""
     try:
-        found = cmd_activity_show(world, make_options(ids=names))
+        found = cmd_activity_show(world, make_options(ids=request.names))
+        activity = found['activity']
     except UsageError:
-        found = None
-    if not found or who.token and found['activity']['actor'] != (
-            who.token.name):
+        activity = None
+    if not activity or who.token and (
+            activity['actor'] != who.token.name
+            or parse_time(activity['timestamp']) < who.token.at):
         raise HttpError(404, 'no such record')
     return respond({'success': True, 'data': found})
 
 
-def render_metrics(service, states):
-    """Write the counters as Prometheus text; names start preflight_."""
-    counts, gate = service.counts, service.gate
-    lines = []
-
-    def family(name, kind, about, rows):
-        lines.append('# HELP preflight_%s %s' % (name, about))
-        lines.append('# TYPE preflight_%s %s' % (name, kind))
-        lines.extend('preflight_%s %s' % row for row in rows)
-    family('checks_total', 'counter', 'Checks by verdict.', [
-        ('checks_total{verdict="%s"}' % verdict, number)
-        for verdict, number in counts.verdicts.items()])
-    family('results_total', 'counter', 'Results by reason.', [
-        ('results_total{reason="%s"}' % code, number)
-        for code, number in dict(counts.reasons,
-                                 ready=counts.ready).items()])
-    family('http_requests_total', 'counter', 'Responses by status.', [
-        ('http_requests_total{status="%d"}' % status, number)
-        for status, number in sorted(counts.statuses.items())])
-    family('wait_slots', 'gauge', 'Wait slots.', [
-        ('wait_slots{state="busy"}', len(gate.waiting)),
-        ('wait_slots{state="free"}', MAX_WAITS - len(gate.waiting))])
-    family('audit_write_seconds', 'summary', 'Commits of audit records.', [
-        ('audit_write_seconds_sum', '%.6f' % gate.write_seconds),
-        ('audit_write_seconds_count', gate.write_count)])
-    family('servers', 'gauge', 'Configured servers by state.', [
-        ('servers{state="%s"}' % state, states.count(state))
-        for state in SERVER_STATES])
-    return '\n'.join(lines) + '\n'
-
-
-def get_metrics(world, request, who, names):
-    """GET /metrics: the state part; the service adds its counters."""
-    rows = cmd_servers_list(world, make_options())
-    return [row['state'] for row in rows]
-
-
-def openapi_document():
-    """Describe the REST service as an OpenAPI 3.0 document."""
-    def text(**more):
-        return dict(more, type='string')
-
-    def thing(required, **properties):
-        return {'type': 'object', 'required': required.split(),
-                'properties': properties}
-
-    def reply(about, schema):
-        return {'description': about, 'content': {
-            'application/json': {'schema': schema}}}
-
-    def wrapped(about, schema):
-        return reply(about, thing('success data', success={
-            'type': 'boolean', 'enum': [True]}, data=schema))
-
-    flag, objects = {'type': 'boolean'}, {
-        'type': 'array', 'items': {'type': 'object'}}
-    error = reply('Why not, in one sentence.', thing(
-        'success error request_id', success={
-            'type': 'boolean', 'enum': [False]}, error=text(),
-        request_id=text()))
-    result = thing(
-        'id status', id=text(), status=text(enum=['ready', 'unavailable']),
-        reason=text(), retryable=flag, action=text(), detail=text(),
-        remediation=text(), hash=text(), observed_at=text(), cause=text(),
-        did_you_mean={'type': 'array', 'items': text()})
-    report = thing('verdict checked_at tools', verdict=text(
-        enum=list(EXIT_CODES)), checked_at=text(format='date-time'),
-        waited_ms={'type': 'integer'},
-        tools={'type': 'array', 'items': result})
-    nullable = dict(flag, nullable=True)
-    body = dict(thing(
-        'tools', tools={
-            'type': 'array', 'minItems': 1, 'maxItems': MAX_IDS, 'items':
-            dict(thing('id', id=text(), pin_hash=text(nullable=True)),
-                 additionalProperties=False)},
-        profile=text(nullable=True), wait_ms={
-            'type': 'integer', 'minimum': 0, 'maximum': MAX_WAIT_MS,
-            'nullable': True},
-        policy=dict({'type': 'object', 'nullable': True,
-                     'additionalProperties': False,
-                     'properties': {name: nullable for name in FILTERS}})),
-        additionalProperties=False)
-
-    def operation(about, good, status='200', **more):
-        return dict(more, summary=about, responses={
-            status: good, 'default': error})
-
-    def given(name, where, about, **schema):
-        return {'name': name, 'in': where, 'description': about,
-                'required': where == 'path', 'schema': text(**schema)}
-    listing = thing('activities total limit offset', activities=objects,
-                    total={'type': 'integer'}, limit={'type': 'integer'},
-                    offset={'type': 'integer'})
-    word = {'description': 'One word.', 'content': {
-        'text/plain': {'schema': text()}}}
-    ready = operation('Ready; with tool=ID the answer of a check.', {
-        'description': 'Ready.', 'content': {
-            'text/plain': {'schema': text()},
-            'application/json': {'schema': thing('success')}}},
-        parameters=[given('tool', 'query', 'An id; may be repeated.')])
-    ready['responses']['503'] = dict(ready['responses']['200'],
-                                     description='Not ready.')
-    tools = wrapped('Tools.', thing('tools', tools=objects))
-    name = given('name', 'path', 'A server.')
-    filters = [given(key, 'query', 'As in the command line.') for key in (
-        'type', 'status', 'request_id', 'since', 'until', 'limit',
-        'offset')]
-    paths = {
-        '/healthz': {'get': operation('The process answers.', word)},
-        '/readyz': {'get': ready},
-        '/api/v1/preflight': {'post': operation(
-            'Are these tools ready, or exactly why not.',
-            wrapped('The check ran; see verdict.', report),
-            requestBody={'required': True, 'content': {
-                'application/json': {'schema': body}}})},
-        '/api/v1/servers': {'get': operation(
-            'The configured servers.', wrapped('Servers.', thing(
-                'servers', servers=objects)))},
-        '/api/v1/servers/{name}/tools': {'get': operation(
-            'The tools of one server.', tools, parameters=[name])},
-        '/api/v1/tools': {'get': operation('All tools.', tools)},
-        '/api/v1/activity': {'get': operation(
-            'Audit records, newest first.', wrapped('Records.', listing),
-            parameters=filters)},
-        '/api/v1/activity/{id}': {'get': operation(
-            'One audit record.', wrapped('The record.', thing('activity')),
-            parameters=[given('id', 'path', 'Its id.')])},
-        '/api/v1/sync': {'post': operation(
-            'Look at servers, in the background.', wrapped(
-                'A sync was started.', thing('id')), '202',
-            requestBody={'content': {'application/json': {'schema': dict(
-                thing('', servers={'type': 'array', 'items': text()}),
-                additionalProperties=False)}}})},
-        '/metrics': {'get': operation('Prometheus text.', word)},
-        '/events': {'get': operation(
-            'Changes of readiness, as Server-Sent Events.', {
-                'description': 'A stream.', 'content': {
-                    'text/event-stream': {'schema': text()}}},
-            parameters=[given('Last-Event-ID', 'header', 'Resume.')])},
-        '/api/v1/openapi.json': {'get': operation(
-            'This document.', reply('OpenAPI.', thing('openapi')))},
-    }
-    keys = {'key': {'type': 'apiKey', 'in': 'header', 'name': 'X-API-Key'},
-            'bearer': {'type': 'http', 'scheme': 'bearer'}}
-    return {'openapi': '3.0.3', 'info': {
-        'title': 'preflight', 'version': VERSION}, 'paths': paths,
-        'components': {'securitySchemes': keys},
-        'security': [{'key': []}, {'bearer': []}]}
-
-
 def do_preflight(service, peer, request, who):
     """POST /api/v1/preflight: a check, answered when it is recorded."""
-    own = who.token.required if who.token else []
-    asked = parse_check(request.body, bool(own))
+    asked = parse_check(request.body, bool(who.token and who.token.required))
     service.gate.submit(Check(peer, request, who, asked))
 
 
 def do_ready(service, peer, request, who):
     """GET /readyz: one bit, or a check where tool= names ids."""
+    for key in request.query:
+        if key not in ('tool', 'apikey'):
+            raise HttpError(400, 'unknown parameter %s' % json.dumps(key))
     ids = request.query.get('tool')
     if ids is None:
-        is_ready = service.is_ready()
-        return respond_text('ready' if is_ready else 'unready',
-                            200 if is_ready else 503)
-    if len(ids) > MAX_IDS:
-        raise HttpError(400, 'tools has over %d entries' % MAX_IDS)
-    check = Check(peer, request, who, Asked([(name, '') for name in ids], '',
-                                            frozenset(), 0))
-    check.is_ready_probe = True
-    service.gate.submit(check)
+        return service.readiness()
+    asked = Asked(asked_pairs([{'id': name} for name in ids]), '',
+                  frozenset(), 0)
+    service.gate.submit(Check(peer, request, who, asked, True))
     return None
 
 
 def do_sync(service, peer, request, who):
     """POST /api/v1/sync: start a look at servers in the background."""
     table = strict_json(request.body) if request.body.strip() else {}
-    _only_keys(table, ('servers',), '')
-    names = table.get('servers') or []
-    if not is_texts(names):
-        raise HttpError(400, 'servers must be an array of strings')
+    only_keys(table, ('servers',))
+    names = typed(table, 'servers', is_texts, 'an array of strings') or []
+    service.configs.is_settled()
     config = service.configs.current()
     for name in names:
         if look_up(config, name)[0] is None:
@@ -6347,14 +6389,165 @@ def do_sync(service, peer, request, who):
 
 
 def do_metrics(service, peer, request, who):
-    """GET /metrics: states are read aside, the counters come here."""
-    def finish(states):
-        return Response(200, render_metrics(service, states).encode(
-            'ascii'), 'text/plain; version=0.0.4', ())
-    service.read(peer, request, who, get_metrics, finish)
+    """GET /metrics, as Prometheus text."""
+    service.configs.is_settled()
+    config = service.configs.current()
+    with service.gate.store.read() as con:
+        states = list(service.states(con, config).values())
+    return respond_text(
+        service.counts.render(len(service.gate.waiting), states),
+        kind='text/plain; version=0.0.4; charset=utf-8')
 
 
-def _reader(run):
+# What GET /api/v1/openapi.json answers. It is text, so that no other command
+# has to compile it.
+OPENAPI = r"""{"openapi": "3.0.3",
+"info": {"title": "preflight", "version": "@VERSION@",
+  "description": "Are these MCP tools ready, or exactly why not."},
+"security": [{"key": []}, {"bearer": []}],
+"paths": {
+"/healthz": {"get": {"summary": "The process answers.", "security": [],
+  "responses": {"200": {"$ref": "#/components/responses/word"},
+    "default": {"$ref": "#/components/responses/error"}}}},
+"/readyz": {"get": {
+  "summary": "One word for all; with tool=ID the answer of a check.",
+  "security": [{}, {"key": []}, {"bearer": []}],
+  "parameters": [{"name": "tool", "in": "query", "schema": {
+    "type": "array", "items": {"type": "string"}, "maxItems": 100}}],
+  "responses": {"200": {"$ref": "#/components/responses/ready"},
+    "503": {"$ref": "#/components/responses/ready"},
+    "default": {"$ref": "#/components/responses/error"}}}},
+"/api/v1/preflight": {"post": {
+  "summary": "Check required tools. HTTP tells that the check ran.",
+  "requestBody": {"required": true, "content": {"application/json": {
+    "schema": {"type": "object", "required": ["tools"],
+      "additionalProperties": false, "properties": {
+      "tools": {"type": "array", "minItems": 1, "maxItems": 100, "items": {
+        "type": "object", "required": ["id"], "additionalProperties": false,
+        "properties": {"id": {"type": "string"},
+          "pin_hash": {"type": "string", "nullable": true}}}},
+      "profile": {"type": "string", "nullable": true},
+      "policy": {"type": "object", "nullable": true,
+        "additionalProperties": false, "properties": {
+        "read_only_only": {"type": "boolean", "nullable": true},
+        "exclude_destructive": {"type": "boolean", "nullable": true},
+        "exclude_open_world": {"type": "boolean", "nullable": true}}},
+      "wait_ms": {"type": "integer", "minimum": 0, "maximum": 10000,
+        "nullable": true}}}}}},
+  "responses": {"200": {"$ref": "#/components/responses/report"},
+    "default": {"$ref": "#/components/responses/error"}}}},
+"/api/v1/servers": {"get": {"summary": "The configured servers.",
+  "responses": {"200": {"$ref": "#/components/responses/data"},
+    "default": {"$ref": "#/components/responses/error"}}}},
+"/api/v1/servers/{name}/tools": {"get": {"summary": "A server's tools.",
+  "parameters": [{"name": "name", "in": "path", "required": true,
+    "schema": {"type": "string"}}],
+  "responses": {"200": {"$ref": "#/components/responses/data"},
+    "default": {"$ref": "#/components/responses/error"}}}},
+"/api/v1/tools": {"get": {"summary": "All tools.",
+  "responses": {"200": {"$ref": "#/components/responses/data"},
+    "default": {"$ref": "#/components/responses/error"}}}},
+"/api/v1/activity": {"get": {"summary": "Audit records, newest first.",
+  "parameters": [
+    {"name": "type", "in": "query", "schema": {"type": "string"}},
+    {"name": "status", "in": "query", "schema": {"type": "string"}},
+    {"name": "request_id", "in": "query", "schema": {"type": "string"}},
+    {"name": "since", "in": "query", "schema": {
+      "type": "string", "format": "date-time"}},
+    {"name": "until", "in": "query", "schema": {
+      "type": "string", "format": "date-time"}},
+    {"name": "limit", "in": "query", "schema": {
+      "type": "integer", "minimum": 1, "maximum": 1000, "default": 50}},
+    {"name": "offset", "in": "query", "schema": {
+      "type": "integer", "minimum": 0, "default": 0}}],
+  "responses": {"200": {"$ref": "#/components/responses/data"},
+    "default": {"$ref": "#/components/responses/error"}}}},
+"/api/v1/activity/{id}": {"get": {"summary": "One audit record.",
+  "parameters": [{"name": "id", "in": "path", "required": true,
+    "schema": {"type": "string"}}],
+  "responses": {"200": {"$ref": "#/components/responses/data"},
+    "default": {"$ref": "#/components/responses/error"}}}},
+"/api/v1/sync": {"post": {"summary": "Look at servers, all if none named.",
+  "requestBody": {"content": {"application/json": {"schema": {
+    "type": "object", "additionalProperties": false, "properties": {
+      "servers": {"type": "array", "nullable": true,
+        "items": {"type": "string"}}}}}}},
+  "responses": {"202": {"$ref": "#/components/responses/data"},
+    "default": {"$ref": "#/components/responses/error"}}}},
+"/api/v1/openapi.json": {"get": {"summary": "This document.",
+  "responses": {"200": {"description": "OpenAPI.", "content": {
+      "application/json": {"schema": {"type": "object"}}}},
+    "default": {"$ref": "#/components/responses/error"}}}},
+"/metrics": {"get": {"summary": "Prometheus text.",
+  "responses": {"200": {"$ref": "#/components/responses/word"},
+    "default": {"$ref": "#/components/responses/error"}}}},
+"/events": {"get": {"summary": "Server-Sent Events: changes of readiness.",
+  "parameters": [{"name": "Last-Event-ID", "in": "header",
+    "schema": {"type": "string"}}],
+  "responses": {"200": {"description": "A stream.", "content": {
+      "text/event-stream": {"schema": {"type": "string"}}}},
+    "default": {"$ref": "#/components/responses/error"}}}}},
+"components": {
+"securitySchemes": {
+  "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+  "bearer": {"type": "http", "scheme": "bearer"}},
+"responses": {
+  "error": {"description": "Why not, in one sentence.", "content": {
+    "application/json": {"schema": {"$ref": "#/components/schemas/error"}}}},
+  "word": {"description": "Plain text.", "content": {
+    "text/plain": {"schema": {"type": "string"}}}},
+  "data": {"description": "What was asked for.", "content": {
+    "application/json": {"schema": {"$ref": "#/components/schemas/data"}}}},
+  "report": {"description": "The check ran; see verdict.", "content": {
+    "application/json": {"schema": {"$ref":
+      "#/components/schemas/report"}}}},
+  "ready": {"description": "200 ready, 503 not.", "content": {
+    "text/plain": {"schema": {"type": "string"}},
+    "application/json": {"schema": {"anyOf": [
+      {"$ref": "#/components/schemas/report"},
+      {"$ref": "#/components/schemas/error"}]}}}}},
+"schemas": {
+  "error": {"type": "object", "additionalProperties": false,
+    "required": ["success", "error", "request_id"], "properties": {
+    "success": {"type": "boolean", "enum": [false]},
+    "error": {"type": "string"}, "request_id": {"type": "string"}}},
+  "data": {"type": "object", "additionalProperties": false,
+    "required": ["success", "data"], "properties": {
+    "success": {"type": "boolean", "enum": [true]},
+    "data": {"type": "object"}}},
+  "report": {"type": "object", "additionalProperties": false,
+    "required": ["success", "data"], "properties": {
+    "success": {"type": "boolean", "enum": [true]},
+    "data": {"type": "object", "additionalProperties": false,
+      "required": ["verdict", "checked_at", "tools"], "properties": {
+      "verdict": {"type": "string", "enum": ["ready", "degraded_retryable",
+        "blocked", "unknown_ids"]},
+      "checked_at": {"type": "string", "format": "date-time"},
+      "waited_ms": {"type": "integer", "minimum": 0},
+      "tools": {"type": "array", "minItems": 1, "items": {
+        "$ref": "#/components/schemas/result"}}}}}},
+  "result": {"type": "object", "additionalProperties": false,
+    "required": ["id", "status"], "properties": {
+    "id": {"type": "string"},
+    "status": {"type": "string", "enum": ["ready", "unavailable"]},
+    "reason": {"type": "string"}, "retryable": {"type": "boolean"},
+    "action": {"type": "string"}, "detail": {"type": "string"},
+    "remediation": {"type": "string"}, "hash": {"type": "string",
+      "pattern": "^sha256/v[0-9]+:[0-9a-f]{64}$"},
+    "did_you_mean": {"type": "array", "maxItems": 3,
+      "items": {"type": "string"}},
+    "observed_at": {"type": "string", "format": "date-time"},
+    "cause": {"type": "string"}}}}}}
+"""
+
+
+def get_openapi(service, peer, request, who):
+    """GET /api/v1/openapi.json: this service, described."""
+    return respond(json.loads(OPENAPI.replace('@VERSION@', VERSION)))
+
+
+def reader(run):
+    """Make a handler of what reads much: it runs in a thread of its own."""
     def do_read(service, peer, request, who):
         service.read(peer, request, who, run)
     return do_read
@@ -6362,41 +6555,43 @@ def _reader(run):
 
 NOBODY, ANYBODY = 'nobody', 'anybody'   # beside OPERATOR: who is asked for
 
-# (method, path, who may, handler); {} is one segment.
-ROUTES = (
-    ('GET', '/healthz', NOBODY, lambda *_: respond_text('ok')),
-    ('GET', '/readyz', NOBODY, do_ready),
-    ('POST', '/api/v1/preflight', ANYBODY, do_preflight),
-    ('GET', '/api/v1/servers', ANYBODY, _reader(get_servers)),
-    ('GET', '/api/v1/servers/{}/tools', ANYBODY, _reader(get_tools)),
-    ('GET', '/api/v1/tools', ANYBODY, _reader(get_tools)),
-    ('GET', '/api/v1/activity', ANYBODY, _reader(get_activity)),
-    ('GET', '/api/v1/activity/{}', ANYBODY, _reader(get_record)),
-    ('POST', '/api/v1/sync', OPERATOR, do_sync),
-    ('GET', '/metrics', OPERATOR, do_metrics),
-    ('GET', '/events', ANYBODY, lambda service, peer, request, who:
-     service.events.open(peer, request, who)),
-    ('GET', '/api/v1/openapi.json', ANYBODY, lambda *_:
-     respond(openapi_document())),
-)
+# path -> method -> (who may, handler); {} is one segment.
+ROUTES = {
+    '/healthz': {'GET': (NOBODY, lambda *_: respond_text('ok'))},
+    '/readyz': {'GET': (NOBODY, do_ready)},
+    '/api/v1/preflight': {'POST': (ANYBODY, do_preflight)},
+    '/api/v1/servers': {'GET': (ANYBODY, reader(get_servers))},
+    '/api/v1/servers/{}/tools': {'GET': (ANYBODY, reader(get_tools))},
+    '/api/v1/tools': {'GET': (ANYBODY, reader(get_tools))},
+    '/api/v1/activity': {'GET': (ANYBODY, reader(get_activities))},
+    '/api/v1/activity/{}': {'GET': (ANYBODY, reader(get_activity))},
+    '/api/v1/sync': {'POST': (OPERATOR, do_sync)},
+    '/metrics': {'GET': (OPERATOR, do_metrics)},
+    '/events': {'GET': (ANYBODY, lambda service, peer, request, who:
+                        service.events.open(peer, request, who))},
+    '/api/v1/openapi.json': {'GET': (ANYBODY, get_openapi)},
+}
 
 
-def find_route(method, path):
-    """Find the route of a request: (who may, handler).
+def find_route(request):
+    """Find the route of a request: (Request with names, who may, handler).
 
     Raises HttpError 404, or 405 with Allow.
     """
-    allowed = []
-    for verb, pattern, tier, run in ROUTES:
-        if re.match(re.escape(pattern).replace(r'\{\}', '[^/]+') + r'\Z',
-                    path):
-            if verb == method:
-                return tier, run
-            allowed.append(verb)
-    if allowed:
-        raise HttpError(405, 'this path takes %s' % ', '.join(allowed),
-                        [('Allow', ', '.join(allowed))])
-    raise HttpError(404, 'no such path')
+    from urllib.parse import unquote
+    path = request.path
+    found = re.match(r'(/api/v1/(?:servers|activity)/)([^/]+)(.*)\Z', path)
+    if found:
+        path = found.group(1) + '{}' + found.group(3)
+        request = request._replace(names=(unquote(found.group(2)),))
+    verbs = ROUTES.get(path)
+    if verbs is None:
+        raise HttpError(404, 'no such path')
+    if request.method not in verbs:
+        allowed = ', '.join(verbs)
+        raise HttpError(405, 'this path takes %s' % allowed,
+                        [('Allow', allowed)])
+    return (request,) + verbs[request.method]
 
 
 def is_host_allowed(host, is_loopback, names):
@@ -6405,34 +6600,42 @@ def is_host_allowed(host, is_loopback, names):
     is_loopback: we are bound to loopback, and other addresses are not us.
     """
     import ipaddress
-    found = re.match(r'(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]/@]+))(?::[0-9]+)?\Z',
+    host = host.lower()
+    if re.match(r'(?:localhost|127\.0\.0\.1|\[::1\])(?::[0-9]+)?\Z', host):
+        return True
+    found = re.match(r'(?:\[([0-9a-f:.]+)\]|([^:\[\]/@]+))(?::[0-9]+)?\Z',
                      host)
     if not found:
         return False
-    name = (found.group(1) or found.group(2)).lower()
-    if name == 'localhost' or name in names or host.lower() in names:
+    name = found.group(1) or found.group(2)
+    if name in names or host in names:
         return True
     try:
-        address = ipaddress.ip_address(name)
+        return ipaddress.ip_address(name).is_loopback or not is_loopback
     except ValueError:
         return False
-    return address.is_loopback or not is_loopback
 
 
 def make_head_class():
     """Make the class that lends us http.server's reading of a head."""
     import http.server
+    import io
 
     class Head(http.server.BaseHTTPRequestHandler):
-        """Parses a head that check_framing has let through."""
+        """Parses a head that check_framing has let through.
 
-        protocol_version, fault = 'HTTP/1.1', 400
+        It is given the headers it decides by, and no others: the parser of
+        mail headers behind it costs more than a check.
+        """
 
-        def __init__(self, head):
-            import io
-            line, _, rest = head.partition(b'\r\n')
+        protocol_version, fault, is_expecting = 'HTTP/1.1', 400, False
+
+        def __init__(self, line, headers):
             self.raw_requestline = line + b'\r\n'
-            self.rfile = io.BytesIO(rest + b'\r\n\r\n')
+            self.rfile = io.BytesIO(''.join(
+                '%s: %s\r\n' % (name, headers[name])
+                for name in ('connection', 'expect') if name in headers
+            ).encode('latin-1') + b'\r\n')
 
         def send_error(self, code, message=None, explain=None):
             """Note a refusal, where http.server would send it."""
@@ -6440,6 +6643,7 @@ def make_head_class():
 
         def handle_expect_100(self):
             """Leave it to Peer, which first looks who asks."""
+            self.is_expecting = True
             return True
 
     return Head
@@ -6465,118 +6669,138 @@ def peer_uid(sock):
     return struct.unpack('3i', data)[1]
 
 
+ServeSettings = namedtuple('ServeSettings', (
+    'key is_loopback hosts ready log_format sync_ms write_log'))
+ServeSettings.__doc__ = """What serve was started with. key: bytes; hosts:
+names to answer to; ready: Refs folded into /readyz; sync_ms: 0 for no
+background sync."""
+
+
 class Service:
     """All that the handlers share."""
 
-    def __init__(self, world, settings, loop):
+    def __init__(self, world, settings, loop, configs):
+        import concurrent.futures
         self.world, self.settings, self.loop = world, settings, loop
-        self.configs, self.counts = Configs(world), Counts()
+        self.configs, self.counts = configs, Counts()
         self.gate, self.events = Gate(self), Events(self)
         self.syncer = Syncer(self, settings.sync_ms)
         self.head_class = make_head_class()
-        self.peers, self.lines = set(), []
+        self.pool = concurrent.futures.ThreadPoolExecutor(1)
+        self.peers, self.lines, self.servers = set(), [], []
         self.is_stopping, self.signal = False, None
-        self.pool = None
 
     def admit_peer(self, peer):
-        """Take a new connection, dropping the idlest when there are many."""
-        if len(self.peers) >= MAX_PEERS:
-            idle = [p for p in self.peers if p.deadline is not None]
-            if idle:
-                min(idle, key=lambda p: p.deadline).transport.close()
-        self.peers.add(peer)
+        """Take a new connection, dropping the idlest when there are many.
+
+        One by the Unix socket must be of this user, where the OS tells.
+        """
         sock = peer.transport.get_extra_info('socket')
-        if peer.is_local:
-            return peer_uid(sock) in (None, os.getuid())
+        if peer.is_local and peer_uid(sock) not in (None, os.getuid()):
+            return False
+        if len(self.peers) >= MAX_PEERS:
+            idle = [other for other in self.peers if not other.is_busy]
+            if not idle:
+                return False
+            idlest = min(idle, key=lambda other: other.deadline)
+            self.peers.discard(idlest)
+            idlest.transport.abort()
+        self.peers.add(peer)
         return True
 
-    def parse_head(self, head):
+    def parse_head(self, line, headers):
         """Read a head into a Request; raises HttpError."""
-        from urllib.parse import unquote
-        parsed = self.head_class(head)
+        parsed = self.head_class(line, headers)
         if not parsed.parse_request():
             raise HttpError(parsed.fault if parsed.fault in PHRASES else 400,
                             'the head cannot be read')
-        headers = {k.lower(): v for k, v in parsed.headers.items()}
-        target, _, query = parsed.path.partition('?')
+        if not parsed.is_expecting:
+            headers.pop('expect', None)
+        path, _, query = parsed.path.partition('?')
         request_id = headers.get('x-request-id', '')
         if not re.match(REQUEST_ID, request_id):
             request_id = new_request_id(self.world)
-        return Request(parsed.command, unquote(target), parse_query(query),
-                       headers, b'', request_id, parsed.close_connection)
+        return Request(parsed.command, path, parse_query(query), headers,
+                       b'', request_id, parsed.close_connection, ())
 
-    def is_valid(self, con, token):
+    def is_valid(self, con, who):
         """Tell whether a token still stands as it was read."""
-        return token in load_tokens(con) and (
-            token.expires_at is None
-            or self.world.now() < token.expires_at)
+        return load_token(con, who.digest) == who.token and (
+            who.token.expires_at is None
+            or self.world.now() < who.token.expires_at)
+
+    def _credential(self, request):
+        """Find the credential presented, as bytes; None for none.
+
+        The first one present counts (contract 5).
+        """
+        headers = request.headers
+        if 'x-api-key' in headers:
+            return headers['x-api-key'].encode('latin-1')
+        if 'authorization' in headers:
+            scheme, _, given = headers['authorization'].partition(' ')
+            return (given.strip() if scheme.lower() == 'bearer'
+                    else '').encode('latin-1')
+        if request.method == 'GET' and 'apikey' in request.query:
+            return request.query['apikey'][0].encode('utf-8', 'replace')
+        return None
 
     def identify(self, peer, request):
         """Say whose credential a request carries: Who, or None.
 
-        The first one present counts (contract 5). The Unix socket needs
-        none; one presented there narrows.
+        The Unix socket needs none; one presented there narrows.
         """
         import hmac
-        headers = request.headers
-        given = headers.get('x-api-key')
-        if given is None and 'authorization' in headers:
-            scheme, _, given = headers['authorization'].partition(' ')
-            given = given.strip() if scheme.lower() == 'bearer' else ''
-        if given is None and request.method == 'GET':
-            given = (request.query.get('apikey') or [None])[0]
+        given = self._credential(request)
         if given is None:
-            return Who(OPERATOR, None) if peer.is_local else None
-        if hmac.compare_digest(given.encode('utf-8', 'replace'),
-                               self.settings.key):
-            return Who(OPERATOR, None)
-        if not given.startswith(SECRET_PREFIX):
+            return Who(OPERATOR, None, '') if peer.is_local else None
+        if hmac.compare_digest(given, self.settings.key):
+            return Who(OPERATOR, None, '')
+        text = given.decode('latin-1')
+        if not text.startswith(SECRET_PREFIX):
             return None
         with self.gate.store.read() as con:
             if load_meta(con, 'token_key') is None:
                 return None
-            token = load_token(con, hash_token(con, self.world, given))
-            if token and self.is_valid(con, token):
-                return Who(AGENT, token)
-        return None
+            digest = hash_token(con, self.world, text)
+            who = Who(AGENT, load_token(con, digest), digest)
+            return who if who.token and self.is_valid(con, who) else None
 
-    def _check_host(self, request):
+    def _check_host(self, headers):
         """Refuse a foreign Host or Origin; raises HttpError 403."""
-        host = request.headers.get('host')
-        origin = request.headers.get('origin')
-        settings, names = self.settings, set(self.settings.allow_hosts)
-        if self.configs.config is not None:
-            names.update(self.configs.config.settings['allow_hosts'])
-        names = {name.lower() for name in names}
+        names = self.settings.hosts | self.configs.hosts
+        host, origin = headers.get('host'), headers.get('origin')
         if host is not None and not is_host_allowed(
-                host, settings.is_loopback, names):
+                host, self.settings.is_loopback, names):
             raise HttpError(403, 'the host %s is not allowed; see '
                             '--allow-host' % json.dumps(host))
-        if origin is not None and origin.lower() not in (
-                'http://%s' % (host or '').lower(),
-                'https://%s' % (host or '').lower()):
+        if origin is None:
+            return
+        found = re.match(r'(?i)https?://([^/]+)\Z', origin)
+        if not found or not is_host_allowed(
+                found.group(1), self.settings.is_loopback, names):
             raise HttpError(403, 'the origin %s is not allowed; see '
                             '--allow-host' % json.dumps(origin))
 
     def admit(self, peer, request):
-        """Decide who asks and for what: (Who or None, handler).
+        """Decide who asks and for what: (Request, Who or None, handler).
 
         Raises HttpError 401, 403, 404 or 405.
         """
         is_probe = request.path == '/healthz' or (
             request.path == '/readyz' and 'tool' not in request.query)
         if not peer.is_local and not is_probe:
-            self._check_host(request)
-        tier, run = find_route(request.method, request.path)
-        if tier == NOBODY and is_probe:
-            return None, run
+            self._check_host(request.headers)
+        request, tier, run = find_route(request)
+        if is_probe:
+            return request, None, run
         who = self.identify(peer, request)
         if who is None:
             raise HttpError(401, 'a credential is missing or wrong', [
                 ('WWW-Authenticate', 'Bearer realm="preflight"')])
         if tier == OPERATOR and who.tier != OPERATOR:
             raise HttpError(403, 'this is for the operator only')
-        return who, run
+        return request, who, run
 
     def handle(self, peer, request):
         """Serve one request; whatever goes wrong costs only this one."""
@@ -6584,142 +6808,160 @@ class Service:
         try:
             if self.is_stopping:
                 raise HttpError(503, 'the service is shutting down')
-            who, run = self.admit(peer, request)
+            request, who, run = self.admit(peer, request)
+            peer.current = request
             response = run(self, peer, request, who)
-        except PreflightError as exc:
-            response = respond_error(exc, request.id)
         except Exception as exc:
-            self.world.tell('internal error: %s: %s' % (type(exc).__name__,
-                                                        exc))
-            response = respond_error(HttpError(500, 'internal error'),
-                                     request.id)
+            response = respond_error(self.error_of(exc), request.id, who)
         if response is not None:
-            peer.reply(response, who)
+            peer.reply(request, response, who)
 
-    def read(self, peer, request, who, run, finish=None):
-        """Answer from the store in the reading thread, then here."""
-        names = [part for part in re.findall(
-            r'/(?:servers|activity)/([^/]+)', request.path)]
+    def error_of(self, exc):
+        """Give the PreflightError to answer with; others are told."""
+        if isinstance(exc, PreflightError):
+            return exc
+        self.tell('internal error: %s: %s' % (type(exc).__name__, exc))
+        return HttpError(500, 'internal error')
+
+    def read(self, peer, request, who, run):
+        """Answer from the store in the reading thread."""
+        if not self.configs.is_settled():
+            self.loop.call_later(CONFIG_RETRY_S, self.handle, peer, request)
+            return
 
         def done(future):
             try:
                 response = future.result()
-                response = finish(response) if finish else response
-            except PreflightError as exc:
-                response = respond_error(exc, request.id)
             except Exception as exc:
-                self.world.tell('internal error: %r' % exc)
-                response = respond_error(HttpError(500, 'internal error'),
-                                         request.id)
-            peer.reply(response, who)
+                response = respond_error(self.error_of(exc), request.id, who)
+            peer.reply(request, response, who)
         quiet = self.world._replace(tell=lambda line: None)
-        self.configs.is_settled()
-        self.configs.current()
-        future = self.loop.run_in_executor(self.pool, run, quiet, request,
-                                           who, names)
-        future.add_done_callback(done)
+        self.loop.run_in_executor(
+            self.pool, run, quiet, self.configs.current(), request,
+            who).add_done_callback(done)
 
-    def is_ready(self):
+    def states(self, con, config):
+        """Say what is known of each server: name -> state."""
+        snap, now = self.gate.snapshot(con, config), self.world.now()
+        known = [known_of(snap, name)[0] for name in config.entries]
+        return {row.server.name: server_state(row, config.settings, now)
+                for row in known if row.server}
+
+    def readiness(self):
         """Fold state, config and the set of --ready into one bit."""
+        is_ready = False
         try:
             self.configs.is_settled()
             config = self.configs.current()
             with self.gate.store.read() as con:
-                if not self.settings.ready:
-                    return True
                 question = Question(
-                    unique_refs([(name, '') for name in
-                                 self.settings.ready]), operator(config),
-                    (), self.world.now(), config.settings, '', '')
-                return judge_all(open_snapshot(con, config), question,
-                                 '').verdict == READY
+                    self.settings.ready, operator(config), (),
+                    self.world.now(), config.settings, '', '')
+                cases = load_cases(self.gate.snapshot(con, config), question)
+                is_ready = not any(evaluate(case)[0].reason
+                                   for case in cases)
         except PreflightError:
-            return False
+            pass
+        return respond_text('ready' if is_ready else 'unready',
+                            200 if is_ready else 503)
+
+    def tell(self, line):
+        """Write a line that is about no request to the log."""
+        if self.settings.log_format == 'json':
+            line = json.dumps({'time': format_time(self.world.now()),
+                               'message': line})
+        self._log_line(safe_text(line))
+
+    def _log_line(self, line):
+        if not self.lines:
+            self.loop.call_soon(self.write_lines)
+        self.lines.append(line)
+
+    def write_lines(self):
+        """Write the log lines of a tick together."""
+        lines, self.lines = self.lines, []
+        if lines:
+            self.settings.write_log('\n'.join(lines) + '\n')
 
     def log(self, peer, request, response, who):
-        """Write one line per request; lines of a tick go out together."""
+        """Log and count one request; its query may hold a key."""
         counts = self.counts.statuses
         counts[response.status] = counts.get(response.status, 0) + 1
-        spent = int((self.world.clock() - peer.start) * 1000)
-        actor = '-' if who is None else who.token.name if who.token else (
-            'operator')
+        actor = '-' if who is None else 'operator'
         row = (format_time(self.world.now()), request.method, request.path,
-               response.status, spent, request.id, actor)
-        if not self.lines:
-            self.loop.call_soon(self._write_lines)
+               response.status, int((peer.clock() - peer.start) * 1000),
+               request.id, who.token.name if who and who.token else actor)
         if self.settings.log_format == 'json':
-            self.lines.append(json.dumps(dict(zip((
+            self._log_line(json.dumps(dict(zip((
                 'time', 'method', 'path', 'status', 'ms', 'request_id',
                 'actor'), row))))
         else:
-            self.lines.append('%s %s %s %d %dms %s %s' % tuple(
-                safe_text(v) if is_text(v) else v for v in row))
-
-    def _write_lines(self):
-        lines, self.lines = self.lines, []
-        self.settings.write_log('\n'.join(lines) + '\n')
+            self._log_line('%s %s %s %d %dms %s %s' % row)
 
     def sweep(self):
-        """End what is too slow or idle, twice a second."""
+        """End what is too slow or idle."""
         now = self.world.clock()
         for peer in list(self.peers):
-            if peer.deadline is not None and now > peer.deadline and (
-                    not peer.is_busy):
+            if not peer.is_busy and now > peer.deadline:
                 peer.expire()
-        self.loop.call_later(0.5, self.sweep)
+        self.loop.call_later(SWEEP_S, self.sweep)
 
     def stop(self, number):
         """Finish what is in flight, then end (SIGTERM)."""
         if self.is_stopping:
             return
         self.is_stopping, self.signal = True, number
+        for server in self.servers:
+            server.close()
         self.syncer.stop()
         for check in list(self.gate.waiting):
             self.gate.finish(check)
         for peer in list(self.peers):
-            if not peer.is_busy or peer.is_stream:
+            if peer.is_stream or not (peer.is_busy or peer.buffer
+                                      or peer.request):
                 peer.transport.close()
+            elif not peer.is_busy:
+                peer.refuse(HttpError(503, 'the service is shutting down'))
         self._end_by(self.world.clock() + SHUTDOWN_S)
 
     def _end_by(self, end):
-        busy = [peer for peer in self.peers if not peer.is_closing
-                or peer.transport.get_write_buffer_size()]
-        if busy and self.world.clock() < end:
+        if self.peers and self.world.clock() < end:
             self.loop.call_later(0.02, self._end_by, end)
         else:
             self.loop.stop()
 
 
-ServeSettings = namedtuple('ServeSettings', (
-    'key is_loopback allow_hosts ready log_format sync_ms write_log'))
-ServeSettings.__doc__ = """What serve was started with. key: bytes. ready:
-ids folded into /readyz. sync_ms: 0 for no background sync."""
+def make_api_key(world, path):
+    """Make the key at the first start of all; tells whether it did."""
+    make_home(world.home)
+    lock = FileLock(os.path.join(world.home, 'store.lock'), world)
+    try:
+        with lock:
+            if os.path.exists(path):
+                return False
+            with os.fdopen(open_private(path), 'wb') as file:
+                file.write(world.random(32).hex().encode('ascii') + b'\n')
+            return True
+    except OSError as exc:
+        raise StoreError('cannot write the API key %s: %s' % (
+            path, os_reason(exc))) from exc
+    finally:
+        lock.close()
 
 
-def load_api_key(world, options):
+def load_api_key(world, given_path):
     """Find the API key: (bytes, where it stands, made by this start).
 
-    PREFLIGHT_API_KEY, --api-key-file, else the file api_key in the state
+    --api-key-file, PREFLIGHT_API_KEY, else the file api_key in the state
     directory, which is made at first start (contract 5).
     """
-    given = world.env.get('PREFLIGHT_API_KEY', '')
-    if options.api_key_file is None and given:
-        return given.encode('utf-8', 'surrogateescape'), (
-            'PREFLIGHT_API_KEY'), False
-    make_home(world.home)
-    path = options.api_key_file or os.path.join(world.home, 'api_key')
-    is_new = False
-    if options.api_key_file is None:
-        try:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            os.write(file, world.random(32).hex().encode('ascii') + b'\n')
-            os.close(file)
-            is_new = True
-        except FileExistsError:
-            pass
-        except OSError as exc:
-            raise StoreError('cannot write the API key %s: %s' % (
-                path, os_reason(exc))) from exc
+    given = world.env.get('PREFLIGHT_API_KEY', '').strip()
+    if given_path is None and given:
+        return os.fsencode(given), 'PREFLIGHT_API_KEY', False
+    path, is_new = given_path, False
+    if path is None:
+        path = os.path.join(world.home, 'api_key')
+        is_new = make_api_key(world, path)
     try:
         with open(path, 'rb') as source:
             key = source.read(4096).strip()
@@ -6745,21 +6987,24 @@ def bind_tcp(host, port):
     import ipaddress
     import socket
     try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM,
-            flags=socket.AI_PASSIVE)[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM,
+                                   flags=socket.AI_PASSIVE)
+        found.sort(key=lambda row: row[0] != socket.AF_INET)
+        family, kind, proto, _, address = found[0]
         sock = socket.socket(family, kind, proto)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if os.name != 'nt':     # there it would let others take the port
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         sock.listen(512)
-    except OSError as exc:
+    except (OSError, UnicodeError) as exc:
+        why = os_reason(exc) if isinstance(exc, OSError) else 'no such host'
         raise UsageError('cannot listen on %s port %d: %s' % (
-            host, port, os_reason(exc))) from exc
+            host, port, why)) from exc
     return sock, ipaddress.ip_address(
-        address[0].split('%')[0]).is_loopback
+        address[0].partition('%')[0]).is_loopback
 
 
-def _remove_stale(path):
+def remove_stale(path):
     """Remove a socket file that nobody listens on, and ours only."""
     import socket
     import stat
@@ -6770,18 +7015,16 @@ def _remove_stale(path):
     if not stat.S_ISSOCK(info.st_mode) or info.st_uid != os.getuid():
         raise UsageError('--socket %s exists and is not a socket of ours'
                          % path)
-    probe = socket.socket(socket.AF_UNIX)
-    try:
+    with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(2)
-        probe.connect(path)
-    except ConnectionRefusedError:
-        os.unlink(path)
-    except OSError as exc:
-        raise UsageError('--socket %s: %s' % (path, os_reason(exc))) from exc
-    else:
-        raise UsageError('another server listens on %s' % path)
-    finally:
-        probe.close()
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return os.unlink(path)
+        except OSError as exc:
+            raise UsageError('--socket %s: %s' % (
+                path, os_reason(exc))) from exc
+    raise UsageError('another server listens on %s' % path)
 
 
 def bind_unix(path):
@@ -6791,16 +7034,19 @@ def bind_unix(path):
         raise UsageError('this system has no Unix sockets')
     if len(os.fsencode(path)) > 103:
         raise UsageError('--socket %s is too long: at most 103 bytes' % path)
-    place = os.path.dirname(os.path.abspath(path))
+    place = os.path.dirname(path)
     make_home(place)
-    _remove_stale(path)
-    sock = socket.socket(socket.AF_UNIX)
-    before = os.umask(0o177)
+    if not hasattr(socket, 'SO_PEERCRED') and os.stat(place).st_mode & 0o77:
+        raise UsageError('the directory of --socket %s must be 0700' % path)
+    sock, before = None, os.umask(0o177)
     try:
+        remove_stale(path)
+        sock = socket.socket(socket.AF_UNIX)
         sock.bind(path)
         sock.listen(128)
     except OSError as exc:
-        sock.close()
+        if sock is not None:
+            sock.close()
         raise UsageError('cannot listen on %s: %s' % (
             path, os_reason(exc))) from exc
     finally:
@@ -6808,57 +7054,51 @@ def bind_unix(path):
     return sock
 
 
-def _tls_context(options):
+def load_tls(cert, key):
+    """Load --tls-cert and --tls-key: an SSLContext, None without them."""
     import ssl
-    if (options.tls_cert is None) != (options.tls_key is None):
+    if (cert is None) != (key is None):
         raise UsageError('--tls-cert and --tls-key go together')
-    if options.tls_cert is None:
+    if cert is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.options |= ssl.OP_NO_TLSv1 | ssl.OP_NO_TLSv1_1
     try:
-        context.load_cert_chain(options.tls_cert, options.tls_key)
+        context.load_cert_chain(cert, key)
     except (OSError, ValueError) as exc:
-        raise UsageError('cannot use --tls-cert %s: %s' % (
-            options.tls_cert, exc)) from exc
+        raise UsageError('cannot use --tls-cert %s with --tls-key %s: %s' % (
+            cert, key, exc)) from exc
     return context
 
 
-def _listen(loop, service, options, sock):
-    """Start accepting: (what is listened on, things to close)."""
-    places, servers = [], []
+def listen(service, sock, context, path):
+    """Start to accept, by TCP and by a Unix socket: the places, in words."""
+    loop, places = service.loop, []
     if sock is not None:
-        context = _tls_context(options)
-        servers.append(loop.run_until_complete(loop.create_server(
-            lambda: Peer(service, False), sock=sock, ssl=context)))
+        more = {}
+        if context and sys.version_info >= (3, 7):
+            more['ssl_handshake_timeout'] = READ_TIMEOUT_S
+        service.servers.append(loop.run_until_complete(loop.create_server(
+            lambda: Peer(service, False), sock=sock, ssl=context, **more)))
         name = sock.getsockname()
-        host = '[%s]' % name[0] if ':' in name[0] else name[0]
-        places.append('%s://%s:%d' % ('https' if context else 'http', host,
-                                      name[1]))
-    if options.socket:
-        local = bind_unix(options.socket)
-        servers.append(loop.run_until_complete(loop.create_unix_server(
-            lambda: Peer(service, True), sock=local)))
-        places.append('unix://' + os.path.abspath(options.socket))
-    return places, servers
+        places.append('%s://%s:%d' % (
+            'https' if context else 'http',
+            '[%s]' % name[0] if ':' in name[0] else name[0], name[1]))
+    if path:
+        service.servers.append(loop.run_until_complete(
+            loop.create_unix_server(lambda: Peer(service, True),
+                                    sock=bind_unix(path))))
+        places.append('unix://' + path)
+    return ' and '.join(places)
 
 
-def _serve_settings(world, options, config, key, is_loopback):
-    interval = config.settings['sync_interval']
-    if options.sync_interval is not None:
-        interval = parse_duration(options.sync_interval)
-    if options.no_sync:
-        interval = 0
-    ready = [name for word in options.ready or ()
-             for name in word.split(',') if name.strip()]
-    if options.log_format not in ('text', 'json'):
-        raise UsageError('--log-format takes text or json')
-    return ServeSettings(key, is_loopback, options.allow_host or (), ready,
-                         options.log_format, interval,
-                         options.write_log)
-
-
-def _run_loop(loop, service, world):
+def run_loop(service, path):
+    """Serve until a signal ends it; path: of the Unix socket, or ''."""
     import signal
+    loop, inode = service.loop, path and os.stat(path).st_ino
+    loop.set_exception_handler(lambda _, context: service.tell(
+        'internal error: %s' % (context.get('exception')
+                                or context['message'])))
     for name in ('SIGINT', 'SIGTERM', 'SIGHUP'):
         number = getattr(signal, name, None)
         if number is not None and (
@@ -6867,45 +7107,60 @@ def _run_loop(loop, service, world):
     loop.call_soon(service.sweep)
     if service.settings.sync_ms:
         loop.call_soon(service.syncer.start)
-    loop.run_forever()
-    if service.syncer.child is not None:
-        service.syncer.child.wait()
+    try:
+        loop.run_forever()
+    finally:
+        service.syncer.join()
+        service.pool.shutdown()
+        service.write_lines()
+        service.gate.store.close()
+        loop.close()
+        if path and os.path.exists(path) and os.stat(path).st_ino == inode:
+            os.unlink(path)     # and never that of a later server
 
 
 def cmd_serve(world, options):
     """Serve the REST gate until a signal ends it; raises Interrupted."""
     import asyncio
-    import concurrent.futures
-    config = load_config(world)
-    key, place, is_new = load_api_key(world, options)
+    import gc
+    gc.enable()                 # main() turns it off, for short runs
+    interval = options.sync_interval and parse_duration(
+        options.sync_interval)
+    configs = Configs(world, interval)
+    if not configs.is_settled():
+        configs.current()
+    ready = [parse_id(name) for words in options.ready or ()
+             for name in words.split(',')]
+    for ref in ready:
+        if not ref.server:
+            raise UsageError('--ready %s: %s' % (json.dumps(ref.id),
+                                                 id_hint(ref)))
+    if options.log_format not in ('text', 'json'):
+        raise UsageError('--log-format takes text or json')
+    context = load_tls(options.tls_cert, options.tls_key)
+    path = os.path.abspath(options.socket) if options.socket else ''
     sock, is_loopback = None, True
-    if options.listen is not None or not options.socket:
+    settings = configs.current().settings
+    if options.listen is not None or not path:
         sock, is_loopback = bind_tcp(*parse_listen(
-            options.listen or config.settings['listen']))
-    if not is_loopback and is_new:
-        sock.close()
+            options.listen or settings['listen']))
+    key, place, is_new = load_api_key(world, options.api_key_file)
+    if is_new and not is_loopback:
         raise UsageError(
             'will not listen beyond loopback with a key that nobody has yet',
             'The key was just made: copy it from %s and start again.'
             % place)
-    loop = asyncio.new_event_loop()
-    settings = _serve_settings(world, options, config, key, is_loopback)
-    service = Service(world, settings, loop)
-    service.pool = concurrent.futures.ThreadPoolExecutor(1)
+    if interval is None:
+        interval = settings['sync_interval']
+    service = Service(world, ServeSettings(
+        key, is_loopback, frozenset(name.lower() for name in
+                                    options.allow_host or ()), ready,
+        options.log_format, 0 if options.no_sync else interval,
+        options.write_log), asyncio.new_event_loop(), configs)
     service.gate.store.connect()
-    places, servers = _listen(loop, service, options, sock)
-    world.tell('listening on %s; the key is in %s' % (' and '.join(places),
-                                                      place))
-    try:
-        _run_loop(loop, service, world)
-    finally:
-        for server in servers:
-            server.close()
-        service.pool.shutdown()
-        service.gate.store.close()
-        loop.close()
-        if options.socket and os.path.exists(options.socket):
-            os.unlink(options.socket)
+    places = listen(service, sock, context, path)
+    service.tell('listening on %s; the key is in %s' % (places, place))
+    run_loop(service, path)
     raise Interrupted(service.signal)
 
 
@@ -6941,12 +7196,16 @@ global options, before or after the command:
 class Stops(list):
     """The signals that arrived. Outside a sync each raises Interrupted."""
 
-    is_deferred = False
+    is_deferred = is_ending = False
 
     def handle(self, number, frame):
-        """Note a signal; a sync is asked to stop, all else is cut off."""
+        """Note a signal; a sync is asked to stop, all else is cut off.
+
+        A second one does not cut off what the first one began to end.
+        """
         self.append(number)
-        if not self.is_deferred:
+        if not (self.is_deferred or self.is_ending):
+            self.is_ending = True
             raise Interrupted(number)
 
 
@@ -7375,10 +7634,12 @@ def print_output(text):
 
 
 def _format_of(options, env):
-    name = options.output or env.get('PREFLIGHT_OUTPUT') or 'table'
-    if options.output == '' or name not in FORMATS:
+    name = options.output
+    if name is None:
+        name = env.get('PREFLIGHT_OUTPUT') or 'table'
+    if name not in FORMATS:
         raise UsageError('unknown output format %s; known: %s' % (
-            json.dumps(options.output or name), ', '.join(FORMATS)))
+            json.dumps(name), ', '.join(FORMATS)))
     return name
 
 

@@ -26,6 +26,7 @@ import tempfile
 import threading
 import time
 import unittest
+from collections import namedtuple
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SCRIPT = os.path.join(HERE, 'preflight.py')
@@ -45,7 +46,7 @@ pf = load_program()
 # A server for the tests. What it does stands in a JSON file that is read at
 # each start, so that a test can change the server and not its launch.
 FAKE_SERVER = r'''
-import json, os, signal, subprocess, sys, time
+import json, os, signal, sys, time
 SPEC = json.load(open(sys.argv[1], encoding='utf-8'))
 out = sys.stdout.buffer
 def raw(data):
@@ -59,9 +60,13 @@ if SPEC.get('stderr'):
     sys.stderr.write(SPEC['stderr']); sys.stderr.flush()
 if SPEC.get('noise'):
     raw(SPEC['noise'].encode('latin-1'))
+while SPEC.get('flood'):
+    raw(SPEC['flood'].encode('latin-1'))
+    time.sleep(SPEC.get('pause', 0))
 if SPEC.get('ignore_term'):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if SPEC.get('grandchild'):
+    import subprocess
     held = subprocess.Popen([sys.executable, '-c',
                              'import time; time.sleep(60)'],
                             stdin=subprocess.DEVNULL)
@@ -93,8 +98,10 @@ for line in sys.stdin.buffer:
         send(before)
     if answer is not None:
         if 'raw' in answer:
-            raw(answer['raw'].encode('latin-1').replace(
-                b'@ID@', str(number).encode()))
+            for part in answer['raw'].split('@PAUSE@'):
+                raw(part.encode('latin-1').replace(
+                    b'@ID@', str(number).encode()))
+                time.sleep(0.02)
         else:
             send(dict(answer, id=number))
     elif method == 'initialize':
@@ -226,7 +233,7 @@ class TempCase(unittest.TestCase):
 # What the pure sections are tested with: one value of each kind
 # ==========================================================================
 
-NOW = 1790000000000             # 2026-09-21T13:33:20.000Z
+NOW = 1790000000000             # 2026-09-21T14:13:20.000Z
 H1, H2, H3 = '1' * 64, '2' * 64, '3' * 64
 
 
@@ -645,9 +652,10 @@ class Test05Redact(unittest.TestCase):
                 self.assertEqual(pf.redact(text), text)
 
     def test_known_values(self):
-        self.assertEqual(pf.redact('a hunter2-long b hunter2 c abc',
-                                   ('hunter2', 'hunter2-long', 'abc')),
-                         'a *** b *** c abc')
+        self.assertEqual(
+            pf.redact('a hunter2-long b hunter2 c abc d abcd',
+                      ('hunter2', 'hunter2-long', 'abc', 'abcd')),
+            'a *** b *** c abc d ***')
 
     def test_long_text_costs_one_scan(self):
         """A server's own text must not be able to keep us busy."""
@@ -694,7 +702,7 @@ class Test06Ids(unittest.TestCase):
         plain = 'An id has the form <server>:<tool>.'
         table = (
             ('s', plain), (':x', plain), ('mcp__gh', plain),
-            ('mcp____x', plain),
+            ('mcp____x', plain), ('mcp__gh__x:', plain),
             ('mcp__gh__create_issue', 'An id has the form <server>:<tool>; '
              'did you mean gh:create_issue?'),
             ('mcp__gh__a__b', 'An id has the form <server>:<tool>; did you '
@@ -980,19 +988,30 @@ class Test06Launch(unittest.TestCase):
                                       env={'PATH': None, 'K': 'v'})),
             '7d9d419727546e70dfbfd6f0c0695b91435d970dbb20a33d47d34cd83f74918f')
 
-    ZZ = (('--token', 'zz'), ('--token=zz',), ('-e', 'K=zz'), ('-eK=zz',),
-          ('--env', 'K=zz'), ('--env=K=zz',), ('--header', 'X: zz'),
-          ('-H', 'X-Api-Key:zz'), ('--header=X: zz',), ('-HX: zz',),
-          ('API_KEY=zz',), ('--db-password', 'zz'), ('-apikey', 'zz'),
-          ('https://u:zz@h/x',), ('https://h/x?k=zz',),
-          ('--header', 'Authorization: Bearer zz'), ('Bearer zz',))
+    MASKED = (
+        (('--token', 'zz'), "--token '***'"),
+        (('--token=zz', 'a'), "'--token=***' a"),
+        (('-e', 'K=zz', '-v'), "-e 'K=***' -v"), (('-eK=zz',), "'-eK=***'"),
+        (('--env', 'K=z=z'), "--env 'K=***'"),
+        (('--env=K=zz',), "'--env=K=***'"),
+        (('--header', 'X: zz'), "--header 'X: ***'"),
+        (('-H', 'X:zz', 'a'), "-H 'X: ***' a"),
+        (('--header=X: zz',), "'--header=X: ***'"),
+        (('-HX: zz',), "'-HX: ***'"),
+        (('API_KEY=a zz',), "'API_KEY=***'"),
+        (('--db-password', 'zz'), "--db-password '***'"),
+        (('-apikey', 'zz'), "-apikey '***'"),
+        (('https://u:zz@h/x',), "'https://***@h/x'"),
+        (('https://h/x?k=zz',), "'https://h/x?***'"),
+        (('--header', 'Authorization: Bearer zz'),
+         "--header 'Authorization: ***'"),
+        (('Bearer zz',), "'Bearer ***'"))
 
     def test_masked_arguments(self):
-        for args in self.ZZ:
+        for args, shown in self.MASKED:
             with self.subTest(args=args):
-                shown = pf.launch_text(a_server(args=args))
-                self.assertNotIn('zz', shown)
-                self.assertIn('***', shown)
+                self.assertEqual(pf.launch_text(a_server(args=args)),
+                                 'run ' + shown)
 
     def test_plain_arguments(self):
         args = ('-y', '@scope/pkg@1.2', '--port', '80', '--verbose', 'a b')
@@ -1017,6 +1036,6212 @@ class Test06Launch(unittest.TestCase):
 
 
 # ==========================================================================
+# 7. config
+# ==========================================================================
+
+OURS, CLAUDE = '/c/ours.json', '/r/.mcp.json'
+
+
+def read_files(*files, **more):
+    """Read config files, each a path and its bytes, text or value."""
+    sources = []
+    for path, content in files:
+        if not isinstance(content, (str, bytes)):
+            content = json.dumps(content)
+        if isinstance(content, str):
+            content = content.encode('utf-8')
+        sources.append((path, path, content))
+    return pf.read_config(sources, **more)
+
+
+def read_entry(entry, path=OURS, *overlays):
+    """Read the entry s of a file, with overlays: (Server, why not)."""
+    files = [(path, {'mcpServers': {'s': entry}})]
+    files += [('/o/%d.json' % place, {'mcpServers': {'s': overlay}})
+              for place, overlay in enumerate(overlays)]
+    return pf.look_up(read_files(*files), 's')
+
+
+def read_good(entry, path=OURS, *overlays):
+    """Read the entry s, which must be good."""
+    server, why = read_entry(entry, path, *overlays)
+    if server is None:
+        raise AssertionError(why)
+    return server
+
+
+class Test07Bytes(unittest.TestCase):
+    """Bytes of a config file in, a table or a place out."""
+
+    TABLE = {'mcpServers': {'s': {'command': 'caf\u00e9'}}}
+    TEXT = json.dumps(TABLE, ensure_ascii=False)
+
+    def test_encodings(self):
+        for data in (
+                self.TEXT.encode('utf-8'), self.TEXT.encode('utf-8-sig'),
+                self.TEXT.encode('utf-16'),
+                b'\xff\xfe' + self.TEXT.encode('utf-16-le'),
+                b'\xfe\xff' + self.TEXT.encode('utf-16-be'),
+                self.TEXT.replace(' ', '\r\n').encode('utf-8')):
+            with self.subTest(data=data[:8]):
+                self.assertEqual(pf.decode_config(data, 'c'),
+                                 (self.TABLE, []))
+
+    def refusal(self, data):
+        """Give the text of the error that these bytes are."""
+        with self.assertRaises(pf.ConfigError) as caught:
+            pf.decode_config(data, 'DIR/c.json')
+        self.assertIn('DIR/c.json', str(caught.exception))
+        return str(caught.exception)
+
+    def test_not_utf8(self):
+        self.assertIn('is not UTF-8 (byte 6)', self.refusal(b'{"a":"\xe9"}'))
+        self.assertIn('is not UTF-8', self.refusal(b'\xff\xfe{\0"'))
+
+    def test_nothing_there(self):
+        for data in (b'', b' \n\t'):
+            self.assertIn('is empty', self.refusal(data))
+
+    def test_too_large(self):
+        self.assertIn('is larger than', self.refusal(b'{}' + b' ' * (16
+                                                                     << 20)))
+
+    def test_no_object(self):
+        for data in (b'[]', b'"x"', b'null', b'1', b'[1, // x\n]'):
+            self.assertIn('holds no JSON object', self.refusal(data))
+
+    PLACES = (
+        ('{"a": 1,\n "b" 2}', 2, 6, "Expecting ':' delimiter"),
+        ('{"mcpServers": {', 1, 17, 'Expecting property name'),
+        ('{"mcpServers": {"s": {"command": "x', 1, 34, 'Unterminated'),
+        ('// one\n{"a": 1, // two\n "b" 2}', 3, 6, "Expecting ':'"),
+        ('{"a": 1, /* two\n lines */ "b" 2}', 2, 15, "Expecting ':'"),
+        ('{\r\n"a" 1}', 2, 5, "Expecting ':'"),
+        ('{\n  "a": /* x', 2, 8, 'a /* comment has no end'),
+        ('{"a": "/*", "b": /*', 1, 18, 'a /* comment has no end'),
+        ('{"a":\n NaN}', 2, 2, 'NaN is not JSON'),
+        ('{"a": "NaN", "b": -Infinity}', 1, 19, '-Infinity is not JSON'),
+        ('\0\0\0', 1, 1, 'Expecting value'),
+        ('{} {}', 1, 4, 'Extra data'),
+        ('{"a":\n' + '[' * 200 + ']' * 200 + '}', 2, 200,
+         'nests deeper than 200 levels'),
+        ('{"a": // "\n' + '[' * 100000, 2, 200, 'nests deeper'),
+        (r'{"a": "C:\dir"}', 1, 10, 'double each backslash'),
+        ("{'a': 1}", 1, 2, 'straight double quotes'),
+        ('{\u201ca\u201d: 1}', 1, 2, 'straight double quotes'))
+
+    def test_error_places(self):
+        for text, line, column, why in self.PLACES:
+            with self.subTest(text=text[:40]):
+                found = self.refusal(text.encode('utf-8'))
+                self.assertIn('DIR/c.json, line %d, column %d: '
+                              % (line, column), found)
+                self.assertIn(why, found)
+
+    def test_deep_in_a_comment_is_not_deep(self):
+        text = '{"a": 1, // %s\n "b": 2}' % ('[' * 300)
+        self.assertEqual(pf.decode_config(text.encode(), 'c')[0],
+                         {'a': 1, 'b': 2})
+
+    def test_comments(self):
+        table = (
+            ('{"a": 1} // x', {'a': 1}), ('/**/{"a": 1}', {'a': 1}),
+            ('{"a": [1, 2,], }', {'a': [1, 2]}),
+            ('{"a": 1, // x\n}', {'a': 1}),
+            ('{"a": 1, /* , } */ /* ] */ }', {'a': 1}),
+            ('{"u": "https://h/x//y", "t": ["a,]", "/* b */",],}',
+             {'u': 'https://h/x//y', 't': ['a,]', '/* b */']}),
+            (r'{"a": "\"//\\", /* " */ "b": "\\",}',
+             {'a': '"//\\', 'b': '\\'}),
+            ('{"a": 1, // it\'s "here\n "b": 2}', {'a': 1, 'b': 2}),
+            ('{ // note\n "mcpServers":{ "s":{"url":"https://h/x//y", '
+             '/* a , } */ "args":["a,]","b",],}, } }', {'mcpServers': {
+                 's': {'url': 'https://h/x//y', 'args': ['a,]', 'b']}}}))
+        for text, value in table:
+            with self.subTest(text=text):
+                self.assertEqual(pf.decode_config(text.encode(), 'c'),
+                                 (value, []))
+
+    def test_blanks_keep_their_shape(self):
+        text = '{"a": 1, // \u00e9\r\n /* x\ny */ "b": "//",\n}'
+        blank = pf.blank_comments(text)
+        self.assertEqual(len(blank), len(text))
+        self.assertEqual(blank, '{"a": 1,     \r\n     \n     "b": "//" \n}')
+
+    def test_doubles(self):
+        text = '{"a": {"x": 1, "x": 2, "y": 1, "y": 1}, "b": 1}'
+        self.assertEqual(pf.decode_config(text.encode(), 'c'),
+                         ({'a': {'x': 2, 'y': 1}, 'b': 1}, ['x', 'y']))
+
+    def test_a_string_without_end_costs_one_scan(self):
+        self.refusal(b'{"' + b'\\"' * 200000)
+
+
+class Test07Dialects(unittest.TestCase):
+    """Whose file it is, by flag and path."""
+
+    def test_known(self):
+        for path, dialect in (
+                ('c.json', 'preflight'), ('/x/config.json', 'preflight'),
+                ('/x/mcp_config.json', 'preflight'),
+                ('/x/my.mcp.json', 'preflight'),
+                ('/x/mcp.json', 'preflight'),
+                ('.mcp.json', 'claude-code'), ('/x/.mcp.json',
+                                               'claude-code'),
+                ('C:\\x\\.mcp.json', 'claude-code')):
+            with self.subTest(path=path):
+                self.assertEqual(pf.dialect_of(path), dialect)
+
+    def test_flag_wins(self):
+        self.assertEqual(pf.dialect_of('/x/.mcp.json', 'preflight'),
+                         'preflight')
+        self.assertEqual(pf.dialect_of('/x/.cursor/mcp.json',
+                                       'claude-code'), 'claude-code')
+
+    REFUSED = (
+        '/h/.claude.json', '/h/Claude/claude_desktop_config.json',
+        '/r/.cursor/mcp.json', '/r/.vscode/mcp.json', '/r/.roo/mcp.json',
+        '/h/.gemini/settings.json', '/h/.codex/config.toml',
+        '/h/.codeium/windsurf/mcp_config.json', '/r/opencode.json',
+        '/r/opencode.jsonc', '/h/.copilot/mcp-config.json',
+        '/r/.kiro/settings/mcp.json', '/h/.mcpproxy/mcp_config.json',
+        '/h/cline_mcp_settings.json', '/r/.zed/settings.json',
+        '/h/.lmstudio/mcp.json', 'C:\\r\\.cursor\\mcp.json')
+
+    def test_others_are_refused_by_name(self):
+        for path in self.REFUSED:
+            with self.subTest(path=path), \
+                    self.assertRaises(pf.ConfigError) as caught:
+                read_files((path, {'mcpServers': {}}))
+            self.assertIn(path, str(caught.exception))
+            self.assertIn('is not read by this version',
+                          str(caught.exception))
+            self.assertIn('claude-code, preflight', caught.exception.hint)
+
+    def test_unknown_flag(self):
+        with self.assertRaises(pf.ConfigError) as caught:
+            pf.dialect_of('c.json', 'cursr')
+        self.assertIn('"cursr"', str(caught.exception))
+
+    def test_a_link_hides_no_client(self):
+        """A link of another name leads to a file that a pull request may
+        change: its owner's rules hold."""
+        data = b'{"mcpServers": {}, "quarantine_enabled": false}'
+        config = pf.read_config([('/c/x.json', '/r/.mcp.json', data)])
+        self.assertTrue(config.settings['quarantine_enabled'])
+        with self.assertRaises(pf.ConfigError):
+            pf.read_config([('/c/x.json', '/r/.cursor/mcp.json', data)])
+
+
+class Test07Entries(unittest.TestCase):
+    """An entry of our own file, and of Claude Code's."""
+
+    def test_stdio(self):
+        for path, more in ((OURS, {}), (CLAUDE, {
+                'dialect': 'claude-code', 'base': '/r'})):
+            self.assertEqual(
+                read_good({'command': 'x', 'args': ['a', 1, 2.5, True,
+                                                    False],
+                           'env': {'A': 'b', 'N': 3, 'T': True, 'R': None},
+                           'cwd': 'sub'}, path),
+                a_server(file=path, command='x', cwd='sub', args=(
+                    'a', '1', '2.5', 'true', 'false'), env={
+                        'A': 'b', 'N': '3', 'T': 'true', 'R': None},
+                    **more))
+
+    def test_http(self):
+        self.assertEqual(
+            read_good({'type': 'http', 'url': 'https://h/', 'headers': {
+                'A': 'b', 'N': 3, 'R': None}}),
+            a_server(file=OURS, transport='http', command=None,
+                     url='https://h/', headers={'A': 'b', 'N': '3'}))
+
+    def test_transports(self):
+        url = {'url': 'https://h/'}
+        for entry, transport in (
+                ({'command': 'x'}, 'stdio'), (url, 'auto'),
+                (dict(url, type='http'), 'http'),
+                (dict(url, type='sse'), 'sse'),
+                (dict(url, type='streamable-http'), 'http'),
+                (dict(url, type='streamableHttp'), 'http'),
+                (dict(url, type='StreamableHTTP'), 'http'),
+                (dict(url, type=None), 'auto'),
+                ({'command': 'x', 'type': 'stdio'}, 'stdio'),
+                ({'command': 'x', 'type': 'local'}, 'stdio')):
+            for path in (OURS, CLAUDE):
+                with self.subTest(entry=entry, path=path):
+                    self.assertEqual(read_good(entry, path).transport,
+                                     transport)
+
+    def test_command_beats_url(self):
+        server = read_good({'command': 'x', 'url': 'https://h/'})
+        self.assertEqual((server.transport, server.url), ('stdio', None))
+        self.assertEqual(server.warnings,
+                         ['has a command and a url; the command counts'])
+
+    def test_our_keys(self):
+        server = read_good({
+            'command': 'x', 'quarantined': True, 'trust_mode': 'auto',
+            'disabled_tools': ['t'], 'start_timeout': '1s',
+            'request_timeout': '2s', 'max_age': '0', 'client':
+            'claude-code', 'health': {'a': 1}, 'ignore_changes': {
+                't': ['description']}})
+        self.assertEqual(server, a_server(
+            file=OURS, command='x', quarantined=True, trust_mode='auto',
+            deny=['t'], start_timeout=1000, request_timeout=2000,
+            max_age=0, client='claude-code', health={'a': 1},
+            ignore_changes={'t': ['description']}))
+
+    def test_trust_modes(self):
+        for word, mode in (('manual', 'manual'), ('scan', 'manual'),
+                           ('auto', 'auto'), (None, 'manual')):
+            self.assertEqual(read_good({'command': 'x', 'trust_mode': word
+                                        }).trust_mode, mode)
+
+    def test_on_and_off(self):
+        """Off wins a contradiction; missing and null mean on."""
+        for flags, is_on in (
+                ({}, True), ({'enabled': True}, True),
+                ({'enabled': False}, False), ({'disabled': True}, False),
+                ({'disabled': False}, True), ({'enabled': None}, True),
+                ({'disabled': None, 'enabled': None}, True),
+                ({'enabled': True, 'disabled': True}, False),
+                ({'enabled': False, 'disabled': False}, False)):
+            for path in (OURS, CLAUDE):
+                with self.subTest(flags=flags, path=path):
+                    server = read_good(dict(flags, command='x'), path)
+                    self.assertIs(server.enabled, is_on)
+                    self.assertEqual(server.warnings, [])
+
+    def test_tool_lists(self):
+        for lists, found in (
+                ({}, (None, [])), ({'enabled_tools': ['a']}, (['a'], [])),
+                ({'disabled_tools': ['a']}, (None, ['a'])),
+                ({'enabled_tools': []}, (None, [])),
+                ({'enabled_tools': [], 'disabled_tools': ['a']},
+                 (None, ['a'])),
+                ({'enabled_tools': ['a'], 'disabled_tools': []},
+                 (['a'], []))):
+            with self.subTest(lists=lists):
+                server = read_good(dict(lists, command='x'))
+                self.assertEqual((server.allow, server.deny), found)
+
+    BAD = (
+        (5, 'it is not an object'), (None, 'it is not an object'),
+        ([], 'it is not an object'),
+        ({'command': ''}, 'it has no command and no url'),
+        ({'type': 'ws', 'url': 'wss://h'}, 'unknown type "ws"'),
+        ({'type': 'ftp', 'command': 'x'}, 'unknown type "ftp"'),
+        ({'type': 5, 'command': 'x'}, 'type must be a string'),
+        ({'type': 'stdio', 'url': 'https://h'}, 'type stdio needs a comm'),
+        ({'type': 'http', 'url': ''}, 'type http needs a url'),
+        ({'command': ['x']}, 'command must be a string'),
+        ({'command': 'x', 'args': 'a'}, 'args must be an array'),
+        ({'command': 'x', 'args': ['a', {}]}, 'args[1] must be text'),
+        ({'command': 'x', 'args': [None]}, 'args[0] must be text'),
+        ({'command': 'x', 'env': ['a']}, 'env must be an object'),
+        ({'command': 'x', 'env': {'A': {}}}, 'env.A must be text'),
+        ({'command': 'x', 'cwd': 5}, 'cwd must be a string'),
+        ({'url': 'https://h', 'headers': 'x'}, 'headers must be an object'),
+        ({'url': 'https://h', 'headers': {'A': []}},
+         'headers.A must be text'),
+        ({'command': 'x', 'enabled': 'yes'}, 'enabled must be true or'),
+        ({'command': 'x', 'disabled': 1}, 'disabled must be true or'))
+    BAD_OURS = (
+        ({'command': 'x', 'quarantined': 'no'}, 'quarantined must be'),
+        ({'command': 'x', 'trust_mode': 'none'},
+         'trust_mode must be one of "manual", "auto", "scan"'),
+        ({'command': 'x', 'enabled_tools': 't'}, 'enabled_tools must be'),
+        ({'command': 'x', 'disabled_tools': [1]}, 'disabled_tools must be'),
+        ({'command': 'x', 'enabled_tools': ['a'], 'disabled_tools': ['b']},
+         'enabled_tools and disabled_tools are both given'),
+        ({'command': 'x', 'max_age': 15}, 'max_age must be a duration'),
+        ({'command': 'x', 'start_timeout': '60'}, 'start_timeout must be'),
+        ({'command': 'x', 'request_timeout': '-1s'}, 'request_timeout must'),
+        ({'command': 'x', 'client': 'cursor'}, 'client must be one of'),
+        ({'command': 'x', 'health': []}, 'health must be an object'),
+        ({'command': 'x', 'ignore_changes': {'t': 'description'}},
+         'ignore_changes.t must be an array of strings'))
+
+    def test_bad_entries(self):
+        for path in (OURS, CLAUDE):
+            rows = self.BAD + (self.BAD_OURS if path == OURS else ())
+            for entry, why in rows:
+                with self.subTest(entry=entry, path=path):
+                    server, found = read_entry(entry, path)
+                    self.assertIsNone(server)
+                    self.assertIn('entry "s" in %s was skipped: %s' % (
+                        path, why), found)
+
+    def test_bad_names(self):
+        for name, why in (
+                ('a:b', 'its name holds a ":"'), ('', 'its name is empty'),
+                (' s', 'blanks at an end'), ('s\t', 'blanks at an end'),
+                ('s\ud800', 'not Unicode text')):
+            with self.subTest(name=name):
+                config = read_files((OURS, {'mcpServers': {
+                    name: {'command': 'x'}}}))
+                server, found = pf.look_up(config, name)
+                self.assertIsNone(server)
+                self.assertIn(why, found)
+
+    def test_odd_names_are_good(self):
+        for name in ('@a/b', 'srv.x', 'S', 'a b', 'caf\u00e9', '-x'):
+            config = read_files((OURS, {'mcpServers': {
+                name: {'command': 'x'}}}))
+            self.assertEqual(pf.look_up(config, name)[0].name, name)
+
+    def test_one_bad_entry_costs_only_itself(self):
+        config = read_files((OURS, {'mcpServers': {
+            'a': {'command': 'x'}, 'b': 5, 'c': {'url': 'https://h'}}}))
+        servers, skipped = pf.all_servers(config)
+        self.assertEqual([server.name for server in servers], ['a', 'c'])
+        self.assertEqual(skipped, ['entry "b" in /c/ours.json was skipped: '
+                                   'it is not an object'])
+
+    def test_no_entry(self):
+        config = read_files((OURS, {'mcpServers': {}}))
+        self.assertEqual(pf.look_up(config, 'x'), (None, ''))
+
+    def test_unknown_keys(self):
+        for key, note in (
+                ('quarantind', 'unknown key "quarantind" (did you mean '
+                 'quarantined?)'),
+                ('xyzzy', 'unknown key "xyzzy"')):
+            for path in (OURS, CLAUDE):
+                with self.subTest(key=key, path=path):
+                    server = read_good({'command': 'x', key: 1}, path)
+                    self.assertEqual(server.warnings, [note])
+
+    def test_keys_of_clients_do_not_warn(self):
+        entry = dict.fromkeys(('autoApprove', 'alwaysAllow', 'description',
+                               'oauth', 'disabledTools', 'timeout'), None)
+        for path in (OURS, CLAUDE):
+            server = read_good(dict(entry, command='x'), path)
+            self.assertEqual(server.warnings, [])
+
+
+class Test07Claude(unittest.TestCase):
+    """A .mcp.json is read by Claude Code's rules alone."""
+
+    def test_our_keys_are_ignored(self):
+        """A pull request must not switch the guard off."""
+        server = read_good({
+            'command': 'x', 'quarantined': False, 'trust_mode': 'auto',
+            'enabled_tools': ['a'], 'max_age': '0', 'client':
+            'claude-code', 'disabled_tools': 5}, CLAUDE)
+        self.assertEqual(server._replace(warnings=[]), a_server(
+            file=CLAUDE, dialect='claude-code', base='/r', command='x'))
+        self.assertEqual(
+            [note.split(' ignored')[0] for note in server.warnings],
+            ['client, disabled_tools, enabled_tools, max_age, quarantined, '
+             'trust_mode'])
+
+    def test_top_level_keys_are_ignored(self):
+        config = read_files((CLAUDE, {
+            'mcpServers': {}, 'quarantine_enabled': False,
+            'profiles': {'p': {'servers': []}}, 'max_age': 'x'}))
+        self.assertIs(config.settings['quarantine_enabled'], True)
+        self.assertIsNone(config.settings['max_age'])
+        self.assertEqual(config.profiles, {})
+        self.assertEqual(config.warnings, [
+            '/r/.mcp.json: %s ignored in a client\'s file' % key
+            for key in ('max_age', 'profiles', 'quarantine_enabled')])
+
+    def test_url_without_type(self):
+        server = read_good({'url': 'https://h/'}, CLAUDE)
+        self.assertEqual(server.warnings, ['has a url without a type, which '
+                                           'Claude Code refuses'])
+
+    def test_timeouts(self):
+        for keys, ms, is_noted in (
+                ({}, 30000, False), ({'timeout': 45000}, 45000, False),
+                ({'timeout': 1000}, 1000, False),
+                ({'timeout': 1500.5}, 1500, False),
+                ({'timeout': 999}, 30000, True),
+                ({'timeout': 60}, 30000, True),
+                ({'timeout': '60000'}, 30000, True),
+                ({'timeout': True}, 30000, True),
+                ({'timeout': 1e300}, 30000, True),
+                ({'timeout': None}, 30000, False),
+                ({'request_timeout_ms': 2000, 'timeout': 5000}, 2000,
+                 False)):
+            with self.subTest(keys=keys):
+                server = read_good(dict(keys, command='x'), CLAUDE)
+                self.assertEqual(server.request_timeout, ms)
+                self.assertEqual(bool(server.warnings), is_noted)
+
+    def test_a_timeout_that_is_infinite(self):
+        config = read_files((CLAUDE, '{"mcpServers": {"s": {"command": "x",'
+                             ' "timeout": 1e400}}}'))
+        self.assertEqual(pf.look_up(config, 's')[0].request_timeout, 30000)
+
+    def test_references_it_does_not_expand(self):
+        for text, is_noted in (
+                ('${A}', False), ('${A:-b}', False), ('$A', False),
+                ('${env:A}', True), ('${input:a}', True),
+                ('${A:-${B}}', False), ('${A%x}', True)):
+            with self.subTest(text=text):
+                server = read_good({'command': 'x', 'args': [text]}, CLAUDE)
+                self.assertEqual(bool(server.warnings), is_noted)
+
+    def test_double_keys(self):
+        config = read_files((CLAUDE, '{"mcpServers": {"s": {"command": "x"},'
+                             ' "s": {"command": "y"}}}'))
+        self.assertEqual(pf.look_up(config, 's')[0].command, 'y')
+        self.assertEqual(config.warnings, [
+            '/r/.mcp.json: the key "s" stands twice; the last one counts'])
+
+
+class Test07Expansion(unittest.TestCase):
+    """References, by the dialect that owns the text."""
+
+    ENV = {'A': 'aa', 'EMPTY': '', 'REF': '${A}', 'IN': 'x'}
+    # text, (ours, missing), (Claude Code's, missing)
+    TABLE = (
+        ('plain', ('plain', []), ('plain', [])),
+        ('x${A}y${A}', ('xaayaa', []), ('xaayaa', [])),
+        ('${NO}', ('${NO}', ['NO']), ('${NO}', ['NO'])),
+        ('${EMPTY}', ('', []), ('', [])),
+        ('${NO:-d}', ('d', []), ('d', [])),
+        ('${NO:-}', ('', []), ('', [])),
+        ('${EMPTY:-d}', ('d', []), ('d', [])),
+        ('${A:-d}', ('aa', []), ('aa', [])),
+        ('${NO:-a b:-c$}', ('a b:-c$', []), ('a b:-c$', [])),
+        ('${env:A}', ('aa', []), ('${env:A}', [])),
+        ('${env:NO}', ('${env:NO}', ['NO']), ('${env:NO}', [])),
+        ('${env:NO:-d}', ('d', []), ('${env:NO:-d}', [])),
+        ('${input:key}', ('${input:key}', ['input:key']),
+         ('${input:key}', [])),
+        ('${input:}', ('${input:}', ['input:']), ('${input:}', [])),
+        ('$A', ('$A', []), ('$A', [])),
+        ('${REF}', ('${A}', []), ('${A}', [])),
+        ('${NO:-${A}}', ('${A}', []), ('${A}', [])),
+        ('${A%x}${}${ A}${1A}', ('${A%x}${}${ A}${1A}', []),
+         ('${A%x}${}${ A}${1A}', [])),
+        ('${CLAUDE_PROJECT_DIR}/x', ('/base/x', []), ('/base/x', [])),
+        ('${workspaceFolder}', ('/base', []), ('/base', [])),
+        ('${NO}${NO2}', ('${NO}${NO2}', ['NO', 'NO2']),
+         ('${NO}${NO2}', ['NO', 'NO2'])))
+
+    def test_texts(self):
+        for text, ours, claude in self.TABLE:
+            for dialect, found in (('preflight', ours),
+                                   ('claude-code', claude)):
+                with self.subTest(text=text, dialect=dialect):
+                    self.assertEqual(pf.expand(text, dialect, self.ENV,
+                                               '/base'), found)
+
+    def test_every_place(self):
+        server = a_server(
+            command='${A}c', args=('${A}1', 'x'), cwd='${A}w',
+            env={'K': '${A}e', 'R': None, 'E': ''}, url='${A}u',
+            headers={'H': '${A}h'})
+        found, missing = pf.expand_server(server, self.ENV)
+        self.assertEqual(found, a_server(
+            command='aac', args=('aa1', 'x'), cwd='aaw', env={
+                'K': 'aae', 'R': None, 'E': ''}, url='aau',
+            headers={'H': 'aah'}))
+        self.assertEqual(missing, [])
+
+    def test_names_and_keys_are_not_expanded(self):
+        server = a_server(name='${A}', env={'${A}': 'x'})
+        self.assertEqual(pf.expand_server(server, self.ENV)[0], server)
+
+    def test_missing_names_its_place(self):
+        server = a_server(headers={'Authorization': 'Bearer ${TOK}'},
+                          args=('a', '${input:k}'))
+        self.assertEqual(pf.expand_server(server, {})[1],
+                         ['input:k (args[1])',
+                          'TOK (headers.Authorization)'])
+
+    def test_overlay_values_expand_by_our_rules(self):
+        server = read_good({'command': 'x', 'env': {'A': '${env:A}'}},
+                           CLAUDE, {'env': {'B': '${env:A}'}})
+        self.assertEqual(pf.expand_server(server, self.ENV)[0].env,
+                         {'A': '${env:A}', 'B': 'aa'})
+
+
+class Test07Overlays(unittest.TestCase):
+    """Our own entries without command and url, laid over a definition."""
+
+    BASE = {'command': 'x', 'env': {'A': '1', 'B': '2'}}
+
+    def test_carried(self):
+        server = read_good(self.BASE, CLAUDE, {
+            'env': {'B': '3', 'C': None}, 'headers': {'H': 'h'},
+            'quarantined': True, 'trust_mode': 'auto', 'enabled': False,
+            'enabled_tools': ['t'], 'max_age': '1m', 'start_timeout': '2m',
+            'request_timeout': '3m', 'client': 'claude-code',
+            'health': {'a': 1}, 'ignore_changes': {'t': ['title']}})
+        self.assertEqual(server, a_server(
+            file=CLAUDE, dialect='claude-code', base='/r', command='x',
+            env={'A': '1', 'B': '3', 'C': None}, headers={'H': 'h'},
+            quarantined=True, trust_mode='auto', enabled=False,
+            allow=['t'], max_age=60000, start_timeout=120000,
+            request_timeout=180000, client='claude-code', health={'a': 1},
+            ignore_changes={'t': ['title']},
+            overlaid=frozenset(('env.B', 'env.C', 'headers.H'))))
+
+    def test_maps_merge_and_the_rest_replaces(self):
+        below = dict(self.BASE, max_age='1m', disabled_tools=['a'], health={
+            'a': 1, 'b': 1}, ignore_changes={'t': ['title'], 'u': []})
+        server = read_good(below, OURS, {
+            'max_age': '2m', 'disabled_tools': ['b'], 'health': {'b': 2},
+            'ignore_changes': {'u': ['title']}})
+        self.assertEqual(
+            (server.max_age, server.deny, server.health,
+             server.ignore_changes),
+            (120000, ['b'], {'a': 1, 'b': 2},
+             {'t': ['title'], 'u': ['title']}))
+
+    def test_what_it_does_not_say_stays(self):
+        below = dict(self.BASE, enabled=False, quarantined=True,
+                     trust_mode='auto', enabled_tools=['a'], max_age='1m')
+        self.assertEqual(
+            read_good(below, OURS, dict.fromkeys(
+                ('enabled', 'disabled', 'quarantined', 'trust_mode',
+                 'enabled_tools', 'max_age', 'env'), None)),
+            read_good(below, OURS))
+
+    def test_switches(self):
+        for below, over, is_on in (
+                ({'enabled': False}, {'enabled': True}, True),
+                ({'disabled': True}, {'enabled': True}, True),
+                ({'disabled': True}, {'disabled': False}, True),
+                ({}, {'enabled': False}, False),
+                ({}, {'disabled': True}, False),
+                ({'enabled': True}, {'enabled': True, 'disabled': True},
+                 False)):
+            with self.subTest(below=below, over=over):
+                server = read_good(dict(self.BASE, **below), CLAUDE, over)
+                self.assertIs(server.enabled, is_on)
+
+    def test_the_last_one_wins(self):
+        server = read_good(self.BASE, CLAUDE, {'env': {'A': '7'}, 'max_age':
+                                               '1m'}, {'env': {'A': '8'}})
+        self.assertEqual((server.env['A'], server.max_age), ('8', 60000))
+
+    def test_order_of_files(self):
+        """An overlay may be read before what it lies on."""
+        config = read_files((OURS, {'mcpServers': {'s': {'max_age': '1m'}}}),
+                            (CLAUDE, {'mcpServers': {'s': self.BASE}}))
+        self.assertEqual(pf.look_up(config, 's')[0].max_age, 60000)
+
+    def test_forbidden(self):
+        for key, value in (('args', ['a']), ('cwd', '/x'), ('type', 'sse')):
+            with self.subTest(key=key):
+                server, why = read_entry(self.BASE, CLAUDE, {key: value})
+                self.assertIsNone(server)
+                self.assertIn('/o/0.json was skipped: an overlay cannot set '
+                              + key, why)
+
+    def test_two_lists_that_meet(self):
+        server, why = read_entry(dict(self.BASE, disabled_tools=['a']),
+                                 OURS, {'enabled_tools': ['a', 'b']})
+        self.assertIsNone(server)
+        self.assertIn('enabled_tools and disabled_tools are both given', why)
+
+    def test_a_bad_value_is_no_guess(self):
+        for overlay, fault in (
+                ({'quarantined': 'yes'}, 'quarantined must be true or'),
+                ({'env': {'A': {}}}, 'env.A must be text'),
+                ({'headers': {'A': {}}}, 'headers.A must be text'),
+                ({'max_age': 5}, 'max_age must be a duration')):
+            server, why = read_entry(self.BASE, CLAUDE, overlay)
+            self.assertIsNone(server)
+            self.assertIn('/o/0.json was skipped: ' + fault, why)
+
+    def test_a_misspelt_key_warns(self):
+        server = read_good(self.BASE, CLAUDE, {'quarantind': True})
+        self.assertEqual(server.warnings, [
+            'unknown key "quarantind" (did you mean quarantined?)'])
+
+    def test_nothing_below(self):
+        config = read_files((OURS, {'mcpServers': {'s': {'enabled': True}}}))
+        self.assertEqual(pf.look_up(config, 's'), (None, (
+            'entry "s" in /c/ours.json was skipped: it has no command and '
+            'no url')))
+        self.assertEqual(pf.all_servers(config)[1],
+                         [pf.look_up(config, 's')[1]])
+
+    def test_a_client_has_no_overlays(self):
+        server, why = read_entry({'enabled': True}, CLAUDE)
+        self.assertIsNone(server)
+        self.assertIn('it has no command and no url', why)
+
+    def test_two_definitions(self):
+        for first, second in ((OURS, CLAUDE), (CLAUDE, OURS),
+                              (OURS, '/d/x.json')):
+            with self.subTest(first=first), \
+                    self.assertRaises(pf.ConfigError) as caught:
+                read_files((first, {'mcpServers': {'s': self.BASE}}),
+                           (second, {'mcpServers': {'s': self.BASE}}))
+            self.assertIn('"s" is defined twice: in %s and in %s'
+                          % (first, second), str(caught.exception))
+
+
+class Test07Settings(unittest.TestCase):
+    """Our top-level keys and profiles."""
+
+    def test_defaults(self):
+        config = read_files((OURS, {'mcpServers': {}}))
+        self.assertEqual(config.settings, {
+            'quarantine_enabled': True, 'quarantine_new_servers': False,
+            'max_age': None, 'listen': '127.0.0.1:8080', 'allow_hosts': [],
+            'sync_interval': 300000, 'activity_retention': 7776000000,
+            'lockfile': 'preflight.lock', 'approvals': 'state'})
+
+    def test_the_last_file_wins(self):
+        config = read_files(
+            (OURS, {'max_age': '1m', 'quarantine_enabled': False,
+                    'profiles': {'a': {'servers': []}}}),
+            ('/d/x.json', {'max_age': '0', 'quarantine_enabled': None,
+                           'profiles': {'b': {'servers': ['s']}}}))
+        self.assertEqual(config.settings['max_age'], 0)
+        self.assertIs(config.settings['quarantine_enabled'], False)
+        self.assertEqual(config.profiles, {'b': ['s']})
+
+    WRONG = (
+        ('quarantine_enabled', 'yes'), ('quarantine_enabled', 0),
+        ('quarantine_new_servers', 'no'), ('max_age', 15),
+        ('max_age', '15'), ('listen', 8080), ('allow_hosts', 'h'),
+        ('allow_hosts', [1]), ('sync_interval', '5'),
+        ('activity_retention', 90), ('lockfile', []), ('approvals', 'git'),
+        ('approvals', 'lockfile'), ('profiles', []),
+        ('profiles', {'p': ['s']}), ('profiles', {'p': {}}),
+        ('profiles', {'p': {'servers': 's'}}),
+        ('profiles', {'p': {'servers': ['s'], 'x': 1}}),
+        ('mcpServers', 'x'), ('mcpServers', []))
+
+    def test_wrong_types(self):
+        for key, value in self.WRONG:
+            with self.subTest(key=key, value=value), \
+                    self.assertRaises(pf.ConfigError) as caught:
+                read_files((OURS, {key: value}))
+            self.assertIn('config /c/ours.json: ' + key,
+                          str(caught.exception))
+
+    def test_unknown_keys(self):
+        config = read_files((OURS, {'mcpServers': {}, 'quarantine_enable':
+                                    1}))
+        self.assertEqual(config.warnings, [
+            '/c/ours.json: unknown key "quarantine_enable" (did you mean '
+            'quarantine_enabled?)'])
+
+    def test_no_server_table(self):
+        for path, value in ((OURS, {}), (OURS, {'mcpServers': None}),
+                            (CLAUDE, {'servers': {}}), (CLAUDE, {})):
+            with self.subTest(path=path, value=value):
+                config = read_files((path, value))
+                self.assertEqual(config.entries, {})
+                self.assertIn(path + ': no server table found; looked for '
+                              '"mcpServers"', config.warnings)
+
+    def test_double_keys(self):
+        with self.assertRaises(pf.ConfigError) as caught:
+            read_files((OURS, '{"mcpServers": {"s": {"command": "x", '
+                        '"command": "y"}}}'))
+        self.assertIn('the key "command" stands twice',
+                      str(caught.exception))
+
+    def test_base(self):
+        entry = {'mcpServers': {'s': {'command': 'x'}}}
+        for path, workspace, base in (
+                (OURS, '', '/c'), (OURS, '/w', '/c'), (CLAUDE, '', '/r'),
+                (CLAUDE, '/w', '/w')):
+            with self.subTest(path=path, workspace=workspace):
+                config = read_files((path, entry), workspace=workspace)
+                self.assertEqual(pf.look_up(config, 's')[0].base, base)
+
+
+class Test07Children(unittest.TestCase):
+    """The environment of a server that is started."""
+
+    def given(self, environ, **more):
+        """Give the child's environment but what is always added."""
+        env = pf.child_environment(a_server(**more), environ)
+        self.assertEqual(env.pop('PYTHONIOENCODING', 'utf-8'), 'utf-8')
+        self.assertEqual(env.pop('PYTHONUTF8', '1'), '1')
+        return env
+
+    def test_inherited(self):
+        self.assertEqual(
+            self.given({'A': '1', 'PREFLIGHT_API_KEY': 'zz',
+                        'PREFLIGHT_': 'x', 'PATH': '/bin'}),
+            {'A': '1', 'PATH': '/bin', 'BROWSER': 'true'})
+
+    def test_browser(self):
+        self.assertEqual(self.given({'BROWSER': 'firefox'}),
+                         {'BROWSER': 'true'})
+        self.assertEqual(self.given({}, env={'BROWSER': 'x'}),
+                         {'BROWSER': 'x'})
+
+    def test_own_env_wins_and_null_removes(self):
+        self.assertEqual(
+            self.given({'A': '1', 'B': '2'}, env={
+                'A': None, 'B': '3', 'NO': None, 'BROWSER': None,
+                'PREFLIGHT_X': 'y'}),
+            {'B': '3', 'PREFLIGHT_X': 'y'})
+
+    def test_encoding_is_a_default(self):
+        env = pf.child_environment(a_server(env={'PYTHONUTF8': '0'}), {})
+        self.assertEqual((env['PYTHONUTF8'], env['PYTHONIOENCODING']),
+                         ('0', 'utf-8'))
+
+    def test_project_directory(self):
+        for more in ({'dialect': 'claude-code'}, {'client': 'claude-code'}):
+            self.assertEqual(self.given({}, base='/r', **more)[
+                'CLAUDE_PROJECT_DIR'], '/r')
+        self.assertNotIn('CLAUDE_PROJECT_DIR', self.given({}))
+
+    def test_the_environment_given_is_not_changed(self):
+        environ = {'A': '1'}
+        pf.child_environment(a_server(env={'A': None}), environ)
+        self.assertEqual(environ, {'A': '1'})
+
+
+# ==========================================================================
+# 8. wire
+# ==========================================================================
+
+
+def converse(replies, era='handshake', client=None, is_changed=False):
+    """Drive one conversation: (what was sent, its Listing or its error)."""
+    steps, sent, left = pf.explore(era, client), [], list(replies)
+    reply = None
+    try:
+        while True:
+            step = steps.send(reply)
+            sent.append((step.method, step.params))
+            if step.params == pf.TELL:
+                reply = None
+            else:
+                reply = (is_changed if step.params == pf.SETTLE
+                         else left.pop(0))
+    except StopIteration as end:
+        return sent, end.value
+    except pf.UpstreamError as exc:
+        return sent, exc
+
+
+def welcome(version='2025-11-25', **more):
+    """Answer initialize."""
+    return {'result': dict({'protocolVersion': version, 'capabilities': {
+        'tools': {}}}, **more)}
+
+
+def discovered(*versions, **more):
+    """Answer server/discover."""
+    return {'result': dict({'supportedVersions': list(versions),
+                            'capabilities': {'tools': {}}}, **more)}
+
+
+def page(tools=(), cursor=None, **more):
+    """Answer tools/list with one page."""
+    result = dict(more, tools=list(tools))
+    if cursor is not None:
+        result['nextCursor'] = cursor
+    return {'result': result}
+
+
+def failure(code, message='no', **more):
+    """Answer anything with an error."""
+    return {'error': dict(more, code=code, message=message)}
+
+
+class Test08Opening(unittest.TestCase):
+    """Which revision of MCP is spoken."""
+
+    def test_the_handshake(self):
+        sent, listing = converse([welcome(), page(['t'])])
+        self.assertEqual(sent, [
+            ('initialize', {'protocolVersion': '2025-11-25', 'clientInfo': {
+                'name': 'preflight', 'version': pf.VERSION},
+                'capabilities': {}}),
+            ('notifications/initialized', 'tell'), ('tools/list', {}),
+            ('notifications/tools/list_changed', 'settle')])
+        self.assertEqual(listing, ('2025-11-25', 'handshake', ['t'], 0))
+
+    def test_every_known_version(self):
+        for version in ('2025-11-25', '2025-06-18', '2025-03-26',
+                        '2024-11-05', '2024-10-07'):
+            listing = converse([welcome(version), page()])[1]
+            self.assertEqual(listing.protocol, version)
+
+    def test_unknown_versions(self):
+        for version in ('2099-01-01', '2026-07-28', None, 5, {}, '',
+                        'x' * 1000):
+            with self.subTest(version=version):
+                sent, exc = converse([welcome(version), page()])
+                self.assertEqual(len(sent), 1)
+                self.assertEqual(exc.cause, 'protocol')
+                self.assertRegex(str(exc), r'the server speaks .*, we know '
+                                 r'2025-11-25, 2025-06-18, ')
+                self.assertLess(len(str(exc)), 500)
+
+    def test_one_retry_with_a_listed_version(self):
+        for refusal in (
+                failure(-32602, data={'supported': ['2024-11-05']}),
+                failure(-32602, data={'supported': [
+                    'x', 5, '2024-11-05', '2024-10-07']}),
+                failure(-32000, 'we speak 2024-11-05'),
+                failure(-32602, 'bad version 2025-11-25, use 2024-11-05'),
+                failure(-32022, data={'supported': ['2026-07-28',
+                                                    '2024-11-05']})):
+            with self.subTest(refusal=refusal):
+                sent, listing = converse([refusal, welcome('2024-11-05'),
+                                          page()])
+                self.assertEqual([params['protocolVersion']
+                                  for _, params in sent[:2]],
+                                 ['2025-11-25', '2024-11-05'])
+                self.assertEqual(listing.protocol, '2024-11-05')
+
+    def test_no_second_retry(self):
+        refusal = failure(-32000, 'use 2024-11-05 or 2024-10-07')
+        sent, exc = converse([refusal, refusal, welcome()])
+        self.assertEqual(len(sent), 2)
+        self.assertEqual(exc.cause, 'protocol')
+
+    def test_falls_to_discover(self):
+        for refusal in (failure(-32022), failure(-32601), failure(-32602),
+                        failure(-32000, 'try 2026-07-28'),
+                        failure(1, data={'supported': ['2026-07-28']})):
+            with self.subTest(refusal=refusal):
+                sent, listing = converse([
+                    refusal, discovered('2026-07-28'), page(['t'])])
+                self.assertEqual([method for method, _ in sent],
+                                 ['initialize', 'server/discover',
+                                  'tools/list', 'notifications/tools/'
+                                  'list_changed'])
+                self.assertEqual(listing[:3], ('2026-07-28', 'modern',
+                                               ['t']))
+
+    def test_any_other_refusal_is_final(self):
+        for error, why in (
+                ({'code': -32603, 'message': 'boom'}, 'error -32603: boom'),
+                ({}, 'error null: null'), ('x', 'an error without a reason'),
+                ({'code': 1, 'message': 'x' * 5000}, 'xxx...')):
+            with self.subTest(error=error):
+                sent, exc = converse([{'error': error}])
+                self.assertEqual(len(sent), 1)
+                self.assertTrue(str(exc).startswith('initialize failed with '
+                                                    ))
+                self.assertIn(why, str(exc))
+                self.assertLess(len(str(exc)), 500)
+
+    def test_the_first_refusal_says_more(self):
+        sent, exc = converse([failure(-32602, 'no key given'),
+                              failure(-32601, 'what?')])
+        self.assertEqual(len(sent), 2)
+        self.assertEqual(str(exc), 'initialize failed with error -32602: no '
+                         'key given')
+
+    def test_modern(self):
+        """Every request of that revision carries its _meta."""
+        sent, listing = converse([
+            discovered('2026-07-28', '2027-01-01'), page(['a'], 'c',
+                                                         ttlMs=5),
+            page(['b'], ttlMs=7)], 'modern')
+        meta = {'io.modelcontextprotocol/protocolVersion': '2026-07-28',
+                'io.modelcontextprotocol/clientCapabilities': {},
+                'io.modelcontextprotocol/clientInfo': {
+                    'name': 'preflight', 'version': pf.VERSION}}
+        self.assertEqual(sent[:3], [
+            ('server/discover', {'_meta': meta}),
+            ('tools/list', {'_meta': meta}),
+            ('tools/list', {'_meta': meta, 'cursor': 'c'})])
+        self.assertEqual(listing, ('2026-07-28', 'modern', ['a', 'b'], 7))
+
+    def test_modern_without_a_common_version(self):
+        for reply in (discovered('2027-01-01'), discovered(),
+                      {'result': {'supportedVersions': '2026-07-28'}},
+                      {'result': {}}):
+            with self.subTest(reply=reply):
+                exc = converse([reply], 'modern')[1]
+                self.assertIn('we know 2026-07-28', str(exc))
+
+    def test_capabilities_by_host(self):
+        for client, declared in ((None, {}), ('claude-code', {
+                'roots': {}, 'elicitation': {}})):
+            sent = converse([welcome(), page()], client=client)[0]
+            self.assertEqual(sent[0][1]['capabilities'], declared)
+            sent = converse([discovered('2026-07-28'), page()], 'modern',
+                            client)[0]
+            self.assertEqual(sent[1][1]['_meta'][
+                'io.modelcontextprotocol/clientCapabilities'], declared)
+
+    def test_unusable_results(self):
+        double = pf.decode_json('{"a": 1, "a": 2}')
+        for reply, why in (
+                ({'result': None}, 'no object'), ({'result': []},
+                                                  'no object'),
+                ({'result': double}, '"a" stands twice'), ({}, 'failed'),
+                (welcome(resultType='input_required'),
+                 'unknown type input_required')):
+            with self.subTest(reply=reply):
+                exc = converse([reply])[1]
+                self.assertIn(why, str(exc))
+                self.assertEqual(exc.cause, 'protocol')
+
+    def test_a_null_error_is_none(self):
+        listing = converse([dict(welcome(), error=None),
+                            dict(page(['t']), error=None)])[1]
+        self.assertEqual(listing.tools, ['t'])
+
+
+class Test08Paging(unittest.TestCase):
+    """tools/list, page by page."""
+
+    def listed(self, *pages, **more):
+        """List these pages: (cursors asked for, Listing or error)."""
+        sent, found = converse((welcome(),) + pages, **more)
+        return [params.get('cursor') for method, params in sent
+                if method == 'tools/list'], found
+
+    def test_two_pages(self):
+        cursors, listing = self.listed(page([1, 2], 'c'), page([3]))
+        self.assertEqual(cursors, [None, 'c'])
+        self.assertEqual(listing.tools, [1, 2, 3])
+
+    def test_null_ends(self):
+        last = page([1])
+        last['result']['nextCursor'] = None
+        self.assertEqual(self.listed(last)[1].tools, [1])
+
+    def test_loops(self):
+        for pages, why in (
+                ([page([1], 'A')] * 9, 'repeated after 2 pages'),
+                ([page([1], 'A'), page([2], 'B')] * 9,
+                 'repeated after 3 pages')):
+            exc = self.listed(*pages)[1]
+            self.assertEqual(exc.cause, 'protocol')
+            self.assertIn('pagination loop: a cursor was ' + why, str(exc))
+
+    def test_the_empty_cursor_is_followed_once(self):
+        cursors, listing = self.listed(page([1], ''), page([2]))
+        self.assertEqual((cursors, listing.tools), ([None, ''], [1, 2]))
+        cursors, listing = self.listed(page([1], ''), page([2], ''))
+        self.assertEqual((cursors, listing.tools), ([None, ''], [1, 2]))
+
+    def test_a_cursor_is_text(self):
+        for cursor in (5, {}, [], False, 0):
+            self.assertIn('nextCursor is not text',
+                          str(self.listed(page([1], cursor))[1]))
+
+    def test_page_cap(self):
+        pages = [page([n], str(n)) for n in range(1000)]
+        full = pages[:999] + [page([999])]
+        self.assertEqual(self.listed(*full)[1].tools, list(range(1000)))
+        cursors, exc = self.listed(*pages)
+        self.assertEqual(len(cursors), 1000)
+        self.assertEqual(str(exc), 'the list has over 1000 pages')
+
+    def test_an_error_on_a_later_page_keeps_nothing(self):
+        for code in (-32601, -32602):
+            exc = self.listed(page([1], 'c'), failure(code))[1]
+            self.assertIn('tools/list failed', str(exc))
+
+    def test_no_list(self):
+        for reply in ({'result': {}}, {'result': {'tools': {}}},
+                      {'result': {'tools': None}}):
+            self.assertEqual(str(self.listed(reply)[1]),
+                             'tools/list gave no list')
+
+    def test_no_tools_capability(self):
+        for capabilities in (None, {}, {'tools': None}, [], {'prompts': {}}):
+            with self.subTest(capabilities=capabilities):
+                sent, listing = converse([welcome(
+                    capabilities=capabilities)])
+                self.assertEqual(listing.tools, [])
+                self.assertNotIn('tools/list', dict(sent))
+
+    def test_method_not_found(self):
+        self.assertEqual(self.listed(failure(-32601))[1].tools, [])
+        self.assertIn('tools/list failed with error -32603',
+                      str(self.listed(failure(-32603))[1]))
+
+    def test_ttl(self):
+        for value, ttl in ((None, 0), (0, 0), (5, 5), (-5, 0), ('5', 0),
+                           (True, 0), (1.5, 0), ([], 0)):
+            with self.subTest(value=value):
+                self.assertEqual(self.listed(page([], ttlMs=value))[1].ttl,
+                                 ttl)
+
+    def test_a_list_that_changed_is_fetched_again_once(self):
+        cursors, listing = self.listed(
+            page([1], 'c'), page([2]), page([3]), is_changed=True)
+        self.assertEqual((cursors, listing.tools), ([None, 'c', None], [3]))
+
+
+class Test08Lines(unittest.TestCase):
+    """One line from a server: a message, or noise."""
+
+    def test_messages(self):
+        message = {'jsonrpc': '2.0', 'id': 1, 'result': {'a': '\u00e9'}}
+        line = json.dumps(message, ensure_ascii=False).encode('utf-8')
+        for found in (line, line + b'\r', b'\xef\xbb\xbf' + line,
+                      b'  ' + line + b' '):
+            with self.subTest(line=found):
+                self.assertEqual(pf.decode_line(found, 1), message)
+
+    def test_noise(self):
+        for line in (b'', b'\r', b'Server started', b'[INFO] ready', b'5',
+                     b'"x"', b'null', b'{}', b'{"id": 1, "result": {}}',
+                     b'{"jsonrpc": "2.0"', b'[{"jsonrpc": "2.0"}]',
+                     b'\xff\xfe', b'\x97{}', b'{\xff}',
+                     b'{"jsonrpc": "2.0"} x', b'\xef\xbb\xbf',
+                     b'{"a":' * 100000):
+            with self.subTest(line=line[:30]):
+                self.assertIsNone(pf.decode_line(line, 1))
+
+    def test_bytes_that_are_not_utf8(self):
+        """Noise, unless it is the reply that is waited for."""
+        line = b'{"jsonrpc": "2.0", "id": 1, "result": {"a": "\xe9"}}'
+        with self.assertRaises(pf.UpstreamError) as caught:
+            pf.decode_line(line, 1)
+        self.assertEqual(str(caught.exception), 'the reply is not UTF-8')
+        self.assertIsNone(pf.decode_line(line, 2))
+        self.assertIsNone(pf.decode_line(
+            b'{"jsonrpc": "2.0", "method": "x", "a": "\xe9"}', 1))
+
+    def test_ambiguous(self):
+        with self.assertRaises(pf.UpstreamError) as caught:
+            pf.decode_line(b'{"jsonrpc": "2.0", "id": 1, "id": 2}', 1)
+        self.assertIn('the key "id" stands twice', str(caught.exception))
+
+    def test_depth(self):
+        """A definition of 200 levels fits, with the message around it."""
+        def flaw(depth):
+            tool = '{"name": "t", "inputSchema": %s}' % (
+                '[' * (depth - 1) + ']' * (depth - 1))
+            line = ('{"jsonrpc": "2.0", "id": 1, "result": {"tools": [%s, '
+                    '{"name": "u"}]}}' % tool)
+            message = pf.decode_line(line.encode('ascii'), 1)
+            tools, _ = pf.read_tools(message['result']['tools'])
+            self.assertEqual((len(tools), tools[1].flaw), (2, ''))
+            return tools[0].flaw
+        self.assertEqual(flaw(200), '')
+        self.assertIn('nesting over 200', flaw(201))
+        self.assertIn('nesting over 200', flaw(100000))
+
+    def test_replies(self):
+        for message, is_reply in (
+                ({'id': 2, 'result': {}}, True),
+                ({'id': 2, 'error': {}}, True),
+                ({'id': '2', 'result': {}}, True),
+                ({'id': None, 'error': {'code': -32700}}, True),
+                ({'error': {'code': -32700}}, True),
+                ({'id': 1, 'result': {}}, False),
+                ({'id': '1', 'result': {}}, False),
+                ({'id': 3, 'error': {}}, False),
+                ({'id': True, 'result': {}}, False),
+                ({'id': [2], 'result': {}}, False),
+                ({'id': 'server-error', 'error': {}}, False),
+                ({'id': 2}, False), ({'id': 2, 'method': 'ping'}, False),
+                ({'id': 2, 'method': 'x', 'result': {}}, False),
+                ({'method': 'notifications/message'}, False)):
+            with self.subTest(message=message):
+                self.assertIs(pf.is_reply_to(message, 2), is_reply)
+
+    def test_ids_that_are_not_echoed(self):
+        for message in ({'id': None, 'result': {}}, {'result': {}},
+                        {'id': 0, 'result': {}}, {'id': 0, 'error': {}},
+                        {'id': None, 'result': {}, 'error': None}):
+            with self.subTest(message=message), \
+                    self.assertRaises(pf.UpstreamError) as caught:
+                pf.is_reply_to(message, 2)
+            self.assertEqual((caught.exception.cause, str(
+                caught.exception)), ('protocol', 'the server does not echo '
+                                     'request ids'))
+
+    def test_written(self):
+        self.assertEqual(
+            pf.encode_message({'id': 1, 'method': 'x', 'params': {
+                'b': '\u00e9\n', 'a': None}}),
+            b'{"id":1,"jsonrpc":"2.0","method":"x","params":{"a":null,'
+            b'"b":"\\u00e9\\n"}}\n')
+
+    UNKNOWN = {'code': -32601, 'message': 'Method not found'}
+    # What a server asks, and what it is told: by default, as claude-code.
+    ASKED = (
+        ('ping', {'result': {}}, {'result': {}}),
+        ('roots/list', {'error': UNKNOWN},
+         {'result': {'roots': [{'uri': 'file:///a%20b'}]}}),
+        ('elicitation/create', {'error': UNKNOWN},
+         {'result': {'action': 'decline'}}),
+        ('sampling/createMessage', {'error': UNKNOWN}, {'error': UNKNOWN}),
+        ('tasks/list', {'error': UNKNOWN}, {'error': UNKNOWN}),
+        (5, {'error': UNKNOWN}, {'error': UNKNOWN}))
+
+    def test_requests_of_the_server(self):
+        for method, plain, claude in self.ASKED:
+            for client, answer in ((None, plain), ('claude-code', claude)):
+                for number in (7, 'x', 0):
+                    with self.subTest(method=method, client=client):
+                        self.assertEqual(
+                            pf.answer_request({'id': number, 'method':
+                                               method}, client, '/a b'),
+                            dict(answer, id=number))
+
+    def test_no_answer(self):
+        for message in ({'method': 'notifications/message'},
+                        {'id': 1, 'result': {}}, {'id': 1}, {}):
+            self.assertIsNone(pf.answer_request(message, None, '/'))
+
+
+class Test08Tools(unittest.TestCase):
+    """The raw list: one malformed tool costs only itself."""
+
+    def read(self, *items):
+        """Read a list: ([(name, flaw)], warnings)."""
+        tools, warnings = pf.read_tools(list(items))
+        return [(found.name, found.flaw) for found in tools], warnings
+
+    def test_malformed(self):
+        names, warnings = self.read(
+            tool('good'), {'description': 'x'}, 'text', None, [], 5,
+            {'name': 5}, {'name': ''}, {'name': None},
+            {'name': 'a\ud800'}, {'name': 'a\0'}, tool('good2'))
+        self.assertEqual(names, [('good', ''), ('good2', '')])
+        no_name, no_object, no_text = ('it has no name', 'it is not an '
+                                       'object', 'its name is not Unicode '
+                                       'text')
+        self.assertEqual(warnings, [
+            'tool %d of the list is skipped: %s' % row for row in (
+                (1, no_name), (2, no_object), (3, no_object),
+                (4, no_object), (5, no_object), (6, no_name), (7, no_name),
+                (8, no_name), (9, no_text), (10, no_text))])
+
+    def test_kept_as_sent(self):
+        """This is about identity, not about the quality of a schema."""
+        for more in ({'inputSchema': None}, {'inputSchema': 5},
+                     {'inputSchema': {'anyOf': [], 'required': None}},
+                     {'description': 5}, {'title': []},
+                     {'annotations': 'x'}, {'annotations': None}):
+            names, warnings = self.read(tool(**more))
+            self.assertEqual((names, warnings), ([('echo', '')], []))
+
+    def test_hints_are_beside_the_hash(self):
+        tools = [pf.read_tools([tool(annotations=value)])[0][0]
+                 for value in (SAFE, None, {'readOnlyHint': 'yes'})]
+        self.assertEqual([found.hints for found in tools], [SAFE, {}, {}])
+        self.assertEqual(len({found.hash for found in tools}), 1)
+
+    def test_alike_copies_collapse(self):
+        names, warnings = self.read(tool('a'), tool('b'), tool('a'))
+        self.assertEqual(names, [('a', ''), ('b', '')])
+        self.assertEqual(warnings, ['"a" stands twice in the list, alike'])
+
+    def test_different_copies(self):
+        for first, second in (
+                (tool('a'), tool('a', 'other')),
+                (tool('a'), tool('a', annotations=SAFE)),
+                (tool('a'), dict(tool('a'), outputSchema={}))):
+            for items in ((first, second), (second, first),
+                          (first, second, first), (first, first, second)):
+                names, _ = self.read(tool('b'), *items)
+                self.assertEqual(names, [('b', ''), (
+                    'a', 'advertised twice, with different definitions or '
+                    'hints')])
+
+    def test_a_copy_that_is_refused(self):
+        bad = pf.decode_json('{"name": "a", "inputSchema": NaN}')
+        for items in ((bad, tool('a')), (tool('a'), bad)):
+            names, _ = self.read(*items)
+            self.assertIn('advertised twice', names[0][1])
+
+    def test_refused_with_a_warning(self):
+        names, warnings = self.read(pf.decode_json(
+            '{"name": "a", "inputSchema": {"x": NaN}}'), tool('b'))
+        self.assertEqual([name for name, _ in names], ['a', 'b'])
+        self.assertIn('"a": definition refused: NaN', warnings[0])
+
+    def test_no_name_that_counts(self):
+        for text in ('{"name": 1e400}', '{"name": NaN}',
+                     '{"a": 1, "a": 2}'):
+            names, warnings = self.read(pf.decode_json(text))
+            self.assertEqual((names, len(warnings)), ([], 1))
+
+    def test_many(self):
+        names, warnings = self.read(*[tool('t%d' % n) for n in range(3000)])
+        self.assertEqual((len(names), warnings), (3000, []))
+        self.assertEqual(names[0], ('t0', ''))
+
+
+# ==========================================================================
+# 9. trust
+# ==========================================================================
+
+
+def approval(digest=H1, hints=None, version=1):
+    """Make an Approval of a definition."""
+    return pf.Approval(digest, version, hints or {}, NOW - 5000, 'baseline')
+
+
+class Test09Status(unittest.TestCase):
+    """Statuses are derived from what was seen and approved."""
+
+    TABLE = (
+        ('approved', {}),
+        ('approved', {'hints': SAFE}),
+        ('approved', {'hints': {'readOnlyHint': False}}),
+        ('approved', {'approved': approval(H1, SAFE), 'hints': SAFE}),
+        ('approved', {'approved': approval(H1, {'readOnlyHint': False}),
+                      'hints': SAFE}),
+        ('pending', {'approved': None}),
+        ('pending', {'approved': None, 'hints': SAFE}),
+        ('changed', {'hash': H2}),
+        ('changed', {'version': 2}),
+        ('changed', {'approved': approval(H2)}),
+        ('changed', {'approved': approval(version=2)}),
+        ('changed', {'approved': approval(H1, SAFE)}),
+        ('changed', {'approved': approval(H1, SAFE),
+                     'hints': dict(SAFE, openWorldHint=True)}),
+        ('changed', {'flaw': 'advertised twice', 'hash': ''}),
+        ('changed', {'flaw': 'advertised twice', 'hash': '',
+                     'approved': None}),
+        ('changed', {'flaw': 'definition refused: x'}))
+
+    def test_table(self):
+        for status, more in self.TABLE:
+            with self.subTest(more=more):
+                found, why = pf.tool_status(a_tool(**more))
+                self.assertEqual(found, status)
+                self.assertEqual(bool(why), status != 'approved')
+
+    def test_why(self):
+        for more, why in (
+                ({'flaw': 'the flaw'}, 'the flaw'),
+                ({'hash': H2, 'approved': approval(H1, SAFE)},
+                 'the definition is not the approved one'),
+                ({'approved': approval(H1, SAFE), 'hints':
+                  {'readOnlyHint': True, 'openWorldHint': True}},
+                 'hints became riskier: destructiveHint false -> absent, '
+                 'openWorldHint false -> true')):
+            self.assertEqual(pf.tool_status(a_tool(**more))[1], why)
+
+
+class Test09Switches(unittest.TestCase):
+    """An operator's switch counts while the config says what it said."""
+
+    def test_switched(self):
+        for value, over, config in itertools.product((True, False),
+                                                     repeat=3):
+            with self.subTest(value=value, over=over, config=config):
+                self.assertEqual(
+                    pf.switched(config, pf.Switch(value, over, NOW)),
+                    (value, True) if over == config else (config, False))
+        for config in (True, False):
+            self.assertEqual(pf.switched(config, None), (config, False))
+
+    def test_disabled_fact(self):
+        on, off = a_server(), a_server(enabled=False)
+        by_hand = ('Server "s" is switched off by `servers disable` since '
+                   '2026-09-21T14:13:20.000Z.')
+        for server, switch, fact in (
+                (on, None, ''), (off, None, 'Server "s" is switched off in '
+                                 '/c/config.json.'),
+                (on, pf.Switch(False, True, NOW), by_hand),
+                (off, pf.Switch(True, False, NOW), ''),
+                (on, pf.Switch(False, False, NOW), ''),
+                (off, pf.Switch(True, True, NOW),
+                 'Server "s" is switched off in /c/config.json.')):
+            with self.subTest(server=server.enabled, switch=switch):
+                self.assertEqual(pf.disabled_fact(server, switch), fact)
+
+
+class Test09Launches(unittest.TestCase):
+    """Which launches are known, and when that quarantines."""
+
+    OLD, NEW = a_server(command='old'), a_server(command='new')
+
+    def known(self, *servers, **more):
+        """Make the Launch rows of these servers."""
+        return [pf.Launch(pf.launch_digest(server), pf.launch_text(server),
+                          'baseline', NOW, more.get('baselined', True))
+                for server in servers]
+
+    def test_launch_fact(self):
+        changed = 'Server "s": launch changed: it was %s, now it is new.'
+        third = a_server(command='third')
+        for launches, seen, fact in (
+                ([], None, ''), (self.known(self.NEW), None, ''),
+                (self.known(self.OLD, self.NEW), None, ''),
+                (self.known(self.OLD), None, changed % 'old'),
+                (self.known(self.OLD, third), None, changed % 'third'),
+                (self.known(self.OLD, third), pf.launch_digest(self.OLD),
+                 changed % 'old')):
+            with self.subTest(launches=launches, seen=seen):
+                self.assertEqual(pf.launch_fact(self.NEW, launches, seen),
+                                 fact)
+
+    def test_only_a_masked_part_differs(self):
+        one, two = (a_server(args=('--token', word)) for word in ('zz1',
+                                                                   'zz2'))
+        fact = pf.launch_fact(two, self.known(one), None)
+        self.assertIn("now it is run --token '***' (only a masked part "
+                      'differs).', fact)
+        self.assertNotIn('zz', fact)
+
+    def test_quarantine_fact(self):
+        settings = {'quarantine_new_servers': False}
+        strict = {'quarantine_new_servers': True}
+        held = a_server(quarantined=True)
+        new = self.known(self.NEW)
+        lift = pf.Switch(False, True, NOW)
+        for server, switch, launches, given, fact in (
+                (self.NEW, None, [], settings, ''),
+                (self.NEW, None, new, strict, ''),
+                (self.NEW, None, [], strict, 'Server "s" is new, and '
+                 'quarantine_new_servers is on.'),
+                (held, None, [], settings, 'Server "s" is quarantined in '
+                 '/c/config.json.'),
+                (held, lift, [], settings, ''),
+                (held, lift, [], strict, 'Server "s" is new, and '
+                 'quarantine_new_servers is on.'),
+                (self.NEW, pf.Switch(True, False, NOW), new, settings,
+                 'Server "s" is quarantined by `servers quarantine` since '
+                 '2026-09-21T14:13:20.000Z.'),
+                (held, lift, self.known(self.OLD), settings,
+                 'Server "s": launch changed: it was old, now it is run.')):
+            with self.subTest(fact=fact):
+                self.assertEqual(pf.quarantine_fact(
+                    server, switch, launches, given, None), fact)
+
+    def test_baseline(self):
+        """Without a known launch, or one whose first list is to come."""
+        digest = pf.launch_digest(self.NEW)
+        for launches, is_first in (
+                ([], True), (self.known(self.NEW), False),
+                (self.known(self.OLD), False),
+                (self.known(self.OLD)
+                 + self.known(self.NEW, baselined=False), True),
+                (self.known(self.OLD, baselined=False), False)):
+            self.assertIs(pf.is_baseline(digest, launches), is_first)
+
+    def test_lease(self):
+        for start, end, is_running in (
+                (None, None, False), (NOW - 5, NOW + 1, True),
+                (NOW - 5, NOW, False), (NOW - 5, NOW - 1, False),
+                (NOW + 60000, NOW + 90000, True),
+                (NOW + 60001, NOW + 90000, False)):
+            with self.subTest(start=start, end=end):
+                link = a_link(lease_at=start, lease_until=end)
+                self.assertIs(pf.is_lease_running(link, NOW), is_running)
+
+
+def observed(*tools, **more):
+    """Make an Observation that listed these Definitions."""
+    given = dict(state='ready', cause='', detail='', protocol='2025-11-25',
+                 era='handshake', ttl=0, tools=list(tools), refused={},
+                 warnings=[], stderr='')
+    return pf.Observation(**dict(given, **more))
+
+
+def defined(name, digest=H1, hints=None, flaw=''):
+    """Make a Definition as it was just listed."""
+    return pf.Definition(name, digest, 'text', hints or {}, flaw)
+
+
+class Test09Plan(unittest.TestCase):
+    """What one look writes, beside what was known before it."""
+
+    REFUSED, TWICE = 'definition refused: x', 'advertised twice, x'
+
+    def plan(self, before, seen, is_first=False, mode='manual'):
+        """Plan a sync: the Plan."""
+        return pf.plan_sync({found.name: found for found in before}, seen,
+                            is_first, mode)
+
+    def lists(self, *given, **more):
+        """Plan a sync: (approve, added, changed, vanished) as words."""
+        plan = self.plan(*given, **more)
+        self.assertEqual(plan.gone, plan.vanished)
+        return tuple(' '.join(names) for names in (
+            plan.approve, plan.added, plan.changed, plan.vanished))
+
+    def test_baseline(self):
+        plan = self.plan([], observed(
+            defined('a'), defined('b', '', flaw=self.TWICE),
+            defined('c', '', flaw=self.REFUSED)), True)
+        self.assertEqual((plan.approve, plan.how), (['a'], 'baseline'))
+        self.assertEqual([row.name for row in plan.rows], ['a', 'b'])
+        self.assertEqual((plan.added, plan.changed, plan.vanished),
+                         ([], [], []))
+
+    def test_nothing_new(self):
+        self.assertEqual(self.lists([a_tool()], observed(defined('t'))),
+                         ('', '', '', ''))
+
+    def test_added_and_vanished(self):
+        self.assertEqual(
+            self.lists([a_tool(), a_tool(name='u'), a_tool(name='v')],
+                       observed(defined('v'), defined('new'))),
+            ('', 'new', '', 't u'))
+
+    CHANGES = (
+        (True, {}, defined('t', H2)),
+        (True, {'hints': SAFE}, defined('t')),
+        (True, {}, defined('t', '', flaw='advertised twice')),
+        (True, {'flaw': 'x', 'hash': ''}, defined('t')),
+        (True, {'hash': H2}, defined('t')),         # a revert, seen once
+        (True, {'approved': None}, defined('t', H2)),
+        (False, {'hash': H2}, defined('t', H2)),    # changed as before
+        (False, {}, defined('t', H1, SAFE)),        # safer only
+        (False, {'flaw': 'x', 'hash': ''}, defined('t', '', flaw='x')))
+
+    def test_changed(self):
+        for is_changed, old, new in self.CHANGES:
+            with self.subTest(old=old, new=new):
+                self.assertEqual(self.lists([a_tool(**old)], observed(new)),
+                                 ('', '', 't' if is_changed else '', ''))
+
+    def test_a_revert_is_approved_again(self):
+        """Without a new approval, which no sync gives in mode manual."""
+        plan = self.plan([a_tool(hash=H2)], observed(defined('t')))
+        self.assertEqual(plan.approve, [])
+        seen = a_tool()._replace(hash=plan.rows[0].hash)
+        self.assertEqual(pf.tool_status(seen)[0], 'approved')
+
+    def test_a_return(self):
+        """A tombstone that returns changed is changed, not new."""
+        for old, new, found in (
+                ({}, defined('t'), 'added'),
+                ({'hash': H2}, defined('t'), 'added'),
+                ({}, defined('t', H2), 'changed'),
+                ({'approved': approval(H1, SAFE)}, defined('t'), 'changed'),
+                ({}, defined('t', '', flaw='advertised twice'), 'changed'),
+                ({'approved': None}, defined('t'), 'added'),
+                ({'approved': None}, defined('t', H2), 'added')):
+            with self.subTest(old=old, new=new):
+                self.assertEqual(
+                    self.lists([a_tool(listed=False, **old)], observed(new)),
+                    ('', 't' if found == 'added' else '',
+                     't' if found == 'changed' else '', ''))
+
+    def test_mode_auto(self):
+        """Approved as they come, but nothing that is flawed."""
+        before = [a_tool(name='same'), a_tool(name='moved'),
+                  a_tool(name='risky', approved=approval(H1, SAFE)),
+                  a_tool(name='pending', approved=None),
+                  a_tool(name='twice')]
+        seen = observed(
+            defined('same'), defined('moved', H2), defined('risky'),
+            defined('pending'), defined('new'),
+            defined('twice', '', flaw=self.TWICE))
+        plan = self.plan(before, seen, mode='auto')
+        self.assertEqual((plan.approve, plan.how), (
+            ['moved', 'risky', 'pending', 'new'], 'auto'))
+
+    def test_an_old_hash_version_is_news(self):
+        self.assertEqual(
+            self.lists([a_tool(approved=approval(version=0))],
+                       observed(defined('t')), mode='auto')[0], 't')
+
+    def test_an_empty_list_keeps_the_old_one(self):
+        for count, words in ((1, '1 was known'), (3, '3 were known')):
+            before = [a_tool(name='t%d' % n) for n in range(count)]
+            plan = self.plan(before + [a_tool(name='gone', listed=False)],
+                             observed())
+            self.assertEqual((plan.state, plan.cause, plan.rows, plan.gone),
+                             ('error', 'no_tools', None, []))
+            self.assertEqual(plan.detail, 'it lists no tools, and ' + words)
+
+    def test_an_empty_list_where_none_was(self):
+        for before in ([], [a_tool(listed=False)]):
+            plan = self.plan(before, observed())
+            self.assertEqual((plan.state, plan.rows), ('ready', []))
+
+    def test_a_failed_look_changes_nothing(self):
+        for is_first, mode in ((True, 'manual'), (False, 'auto')):
+            plan = self.plan([a_tool()], observed(
+                state='error', cause='timeout', detail='d', tools=None),
+                is_first, mode)
+            self.assertEqual(plan, ('error', 'timeout', 'd', None, [], [],
+                                    '', [], [], []))
+
+    def test_refused_definitions(self):
+        """A known tool is kept as changed, an unknown one not listed."""
+        refused = defined('t', '', flaw=self.REFUSED)
+        for before, is_kept in (
+                ([], False), ([a_tool()], True),
+                ([a_tool(listed=False)], True),
+                ([a_tool(listed=False, approved=None)], False),
+                ([a_tool(approved=None)], True)):
+            for mode in ('manual', 'auto'):
+                with self.subTest(before=before, mode=mode):
+                    plan = self.plan(before, observed(refused, defined('u')),
+                                     mode=mode)
+                    names = [row.name for row in plan.rows]
+                    self.assertEqual(names, ['t', 'u'] if is_kept else ['u'])
+                    self.assertNotIn('t', plan.approve)
+
+    def test_a_tool_advertised_twice_is_listed(self):
+        twice = defined('t', '', flaw=self.TWICE)
+        self.assertEqual(self.lists([], observed(twice))[1], 't')
+
+
+# ==========================================================================
+# 10. judge
+# ==========================================================================
+
+# Facts of this host, which no agent may be told, hold this word.
+MARK = 'HOSTFACT'
+PLACES = 'state /%s/state, config /%s/c.json' % (MARK, MARK)
+SETTINGS = {'quarantine_enabled': True, 'quarantine_new_servers': False,
+            'max_age': None, 'sync_interval': 300000}
+MINUTES = 60000
+
+
+def a_caller(tier='operator', servers=None):
+    """Make a Caller; servers: its scope, None for all."""
+    return pf.Caller(tier, 'someone', '' if servers is None else 'p',
+                     servers)
+
+
+def a_question(tier='operator', servers=None, filters=(), **settings):
+    """Make a Question; settings: what differs from the defaults."""
+    return pf.Question((), a_caller(tier, servers), frozenset(filters), NOW,
+                       dict(SETTINGS, **settings), MARK + '.py', PLACES)
+
+
+def a_known(connection=None, server=None, **more):
+    """Make what is known of a server that is configured and enabled."""
+    given = dict(server=server or a_server(file='/%s/c.json' % MARK),
+                 skipped='', disabled='', quarantined='',
+                 connection=connection, launch='L', launch_note='known')
+    return pf.Known(**dict(given, **more))
+
+
+def a_case(tool=None, link=None, ref='s:t', pin='', question=None, **known):
+    """Make a Case; known: what differs of the server."""
+    return pf.Case(pf.parse_id(ref, pin), a_known(link, **known), tool,
+                   question or a_question())
+
+
+def judge(*args, **more):
+    """Judge one case: its Answer."""
+    return pf.evaluate(a_case(*args, **more))[0]
+
+
+# --------------------------------------------------------------------------
+# The oracle: the contract's sections 2, 3, 7, 9 and 10 once more, over plain
+# facts. It shares no code and no value with the program, and asks a
+# different question: not "who stops first" but "what holds", then the order.
+# --------------------------------------------------------------------------
+
+Facts = namedtuple('Facts', (
+    'config scope quarantined disabled link limit tool lists is_blocked '
+    'is_guarded mode pin filters hints tier'))
+Facts.__doc__ = """What one check depends on, in plain values.
+
+config: yes, skipped or none. scope: all, in or out. link: None, or (state,
+cause, age of the last look in ms, (start, end) of a lease from now in ms).
+limit: max_age in ms. tool: absent, refused, same, safer, none (approved),
+other (hash or version), riskier, flawed. lists: which tool list of the
+config is there. pin: none, ok, wrong, version, form. hints: three values.
+"""
+
+ORDER = ('server_not_configured server_not_in_scope server_quarantined '
+         'server_disabled not_found tool_denied_by_config '
+         'tool_blocked_by_user tool_changed tool_pending_approval '
+         'hash_mismatch oauth_required server_unhealthy '
+         'server_initializing missing_annotation policy_filtered').split()
+ROWS = {line.split()[0]: line.split()[1:]
+        for line in REASON_TABLE.strip().split('\n')}
+
+
+def oracle_link(link, limit):
+    """Say what the recorded connection amounts to: (reason, cause)."""
+    if link is None:
+        return 'server_initializing', ''
+    state, cause, age, lease = link
+    if state == 'pending_auth':
+        return 'oauth_required', ''
+    is_old = state == 'ready' and (
+        age < -60000 or limit != 0 and age > limit)
+    if state == 'ready' and not is_old:
+        return '', ''
+    if lease and lease[0] <= 60000 and lease[1] > 0:
+        return 'server_initializing', ''
+    if lease and (age is None or lease[1] > -age):
+        return 'server_unhealthy', 'interrupted'
+    if state == 'error':
+        return 'server_unhealthy', cause
+    return ('server_unhealthy', 'stale') if is_old else (
+        'server_initializing', '')
+
+
+def oracle_filter(facts):
+    """Name what the first filter that excludes says, '' for none."""
+    read_only, destructive, open_world = facts.hints
+    for name, is_fit, value in (
+            ('read_only_only', read_only is True, read_only),
+            ('exclude_destructive', read_only is True
+             or destructive is False, destructive),
+            ('exclude_open_world', open_world is False, open_world)):
+        if name in facts.filters and not is_fit:
+            return ('missing_annotation' if value is None
+                    else 'policy_filtered')
+    return ''
+
+
+def oracle_tool(facts):
+    """List what holds against a tool that is known."""
+    is_gating = facts.is_guarded and facts.mode == 'manual'
+    return {reason for reason, holds in (
+        ('tool_denied_by_config', facts.lists in ('others', 'denied')),
+        ('tool_blocked_by_user', facts.is_blocked),
+        ('tool_changed', facts.tool == 'flawed' or is_gating
+         and (facts.tool == 'other' or facts.tool == 'riskier'
+              and facts.hints != (True, False, False))),
+        ('tool_pending_approval', is_gating and facts.tool == 'none'),
+        ('hash_mismatch', facts.pin in ('wrong', 'version')),
+        (oracle_filter(facts), True)) if holds}
+
+
+def oracle(facts):
+    """Give (reason, cause) of the operator's answer, '' when ready."""
+    holds, cause = set(), ''
+    if facts.config != 'yes':
+        holds.add('server_not_configured')
+    if facts.scope == 'out':
+        holds.add('server_not_in_scope')
+    if facts.quarantined:
+        holds.add('server_quarantined')
+    if facts.disabled:
+        holds.add('server_disabled')
+    if facts.pin == 'form':     # it can be told before a hash is known
+        holds.add('hash_mismatch')
+    reason, cause = oracle_link(facts.link, facts.limit)
+    holds.add(reason)
+    if facts.tool not in ('absent', 'refused'):
+        holds |= oracle_tool(facts)
+    elif not reason:
+        holds.add('not_found')
+    first = min(holds - {''}, key=ORDER.index) if holds - {''} else ''
+    return first, cause if first == 'server_unhealthy' else ''
+
+
+def oracle_answer(facts):
+    """Give the Answer's fields, but for the two sentences."""
+    reason, cause = oracle(facts)
+    is_operator = facts.tier == 'operator'
+    observed = digest = None
+    if is_operator and facts.config == 'yes' and facts.link and (
+            facts.link[2] is not None):
+        observed = NOW - facts.link[2]
+    if not reason:
+        if is_operator:
+            digest = 'sha256/v1:' + H1
+        return 'ready', None, None, None, digest, observed, None
+    if not is_operator and reason in ('server_not_configured',
+                                      'server_not_in_scope'):
+        reason = 'not_found'
+    _, retry, action, _, _ = ROWS[reason]
+    if cause in ('refused', 'stale', 'interrupted'):
+        action = 'restart'
+    return ('unavailable', reason, retry == 'yes', action.strip('-') or None,
+            None, observed, cause or None if is_operator else None)
+
+
+# --------------------------------------------------------------------------
+# From facts to the program's values, each made once
+# --------------------------------------------------------------------------
+
+
+def made_once(make):
+    """Remember what a function made of the same arguments."""
+    made = {}
+
+    def give(*args):
+        if args not in made:
+            made[args] = make(*args)
+        return made[args]
+    return give
+
+
+@made_once
+def tool_of(kind, is_blocked, hints):
+    """Make the Tool of some facts, None when it is not listed."""
+    if kind in ('absent', 'refused'):
+        return None
+    names = ('readOnlyHint', 'destructiveHint', 'openWorldHint')
+    now = {name: value for name, value in zip(names, hints)
+           if value is not None}
+    approved = {'none': None, 'other': approval(H2, now),
+                'safer': approval(H1, {'readOnlyHint': False}),
+                'riskier': approval(H1, SAFE)}.get(kind, approval(H1, now))
+    return a_tool(hash='' if kind == 'flawed' else H1, hints=now,
+                  flaw=MARK if kind == 'flawed' else '', approved=approved,
+                  blocked_at=NOW - 5 if is_blocked else None)
+
+
+@made_once
+def known_of(config, quarantined, disabled, link, is_refused, lists, mode):
+    """Make the Known of some facts."""
+    if config != 'yes':
+        return pf.Known(None, MARK if config == 'skipped' else '', '', '',
+                        None, '', '')
+    connection = None
+    if link is not None:
+        state, cause, age, lease = link
+        connection = a_link(
+            state=state, cause=cause, detail=MARK, stderr=MARK,
+            observed_at=None if age is None else NOW - age,
+            lease_at=lease and NOW + lease[0],
+            lease_until=lease and NOW + lease[1],
+            refused={'t': MARK} if is_refused else {'other': MARK})
+    server = a_server(
+        file='/%s/c.json' % MARK, trust_mode=mode,
+        allow={'others': ['x'], 'allowed': ['x', 't']}.get(lists),
+        deny={'denied': ['x', 't'], 'allowed': ['y']}.get(lists, []))
+    return a_known(connection, server, quarantined=quarantined and MARK,
+                   disabled=disabled and MARK, launch_note=MARK)
+
+
+@made_once
+def question_of(tier, scope, filters, is_guarded, limit):
+    """Make the Question of some facts."""
+    servers = {'all': None, 'in': frozenset('s'), 'out': frozenset('x')}
+    return a_question(tier, servers[scope], filters, max_age=limit,
+                      quarantine_enabled=is_guarded)
+
+
+REFS = {word: pf.parse_id('s:t', pin) for word, pin in (
+    ('none', ''), ('ok', 'sha256/v01:' + H1), ('wrong', 'sha256/v1:' + H2),
+    ('version', 'sha256/v2:' + H1), ('form', 'sha1:' + H1))}
+
+
+def case_of(facts):
+    """Make the Case that these facts describe."""
+    return pf.Case(
+        REFS[facts.pin],
+        known_of(facts.config, facts.quarantined, facts.disabled, facts.link,
+                 facts.tool == 'refused', facts.lists, facts.mode),
+        tool_of(facts.tool, facts.is_blocked, facts.hints)
+        if facts.config == 'yes' else None,
+        question_of(facts.tier, facts.scope, facts.filters,
+                    facts.is_guarded, facts.limit))
+
+
+FRESH = ('ready', '', 1000, None)
+RUNS, RAN_OUT = (-5000, 5000), (-5000, -500)
+AHEAD, TOO_FAR_AHEAD = (60000, 90000), (60001, 90000)
+LINKS = (
+    None, ('', '', None, None), FRESH, ('ready', '', 15 * MINUTES, None),
+    ('ready', '', 15 * MINUTES + 1, None), ('ready', '', -60000, None),
+    ('ready', '', -60001, None), ('ready', '', 1000, RUNS),
+    ('ready', '', 1000, RAN_OUT), ('ready', '', 20 * MINUTES, RUNS),
+    ('ready', '', 20 * MINUTES, RAN_OUT),
+    ('pending_auth', '', 99 * MINUTES, None),
+    ('pending_auth', '', 1000, RUNS), ('pending_auth', '', 1000, RAN_OUT),
+    ('error', 'timeout', 1000, None), ('error', 'refused', 1000, None),
+    ('error', 'timeout', 1000, RUNS), ('error', 'timeout', 1000, RAN_OUT),
+    ('', '', None, RUNS), ('', '', None, RAN_OUT), ('', '', None, AHEAD),
+    ('', '', None, TOO_FAR_AHEAD))
+# One link for each thing that it can amount to.
+KINDS = (None, FRESH, ('ready', '', 16 * MINUTES, None),
+         ('pending_auth', '', 1000, None), ('error', 'timeout', 1000, None),
+         ('', '', None, RUNS))
+TOOLS = ('absent', 'refused', 'same', 'safer', 'none', 'other', 'riskier',
+         'flawed')
+TIERS = ('operator', 'agent')
+BOTH = (False, True)
+FILTERS = ('read_only_only', 'exclude_destructive', 'exclude_open_world')
+FILTER_SETS = [frozenset(names) for count in range(4)
+               for names in itertools.combinations(FILTERS, count)]
+PINS = ('none', 'ok', 'wrong', 'version', 'form')
+PLAIN = Facts('yes', 'all', False, False, FRESH, 15 * MINUTES, 'same', 'no',
+              False, True, 'manual', 'none', frozenset(),
+              (None, None, None), 'operator')
+
+
+def crossed(**dimensions):
+    """Yield every combination of these facts, the others plain."""
+    names = list(dimensions)
+    at = [Facts._fields.index(name) for name in names]
+    for values in itertools.product(*dimensions.values()):
+        facts = list(PLAIN)
+        for place, value in zip(at, values):
+            facts[place] = value
+        yield Facts(*facts)
+
+
+class Test10Exhaustive(unittest.TestCase):
+    """Every combination of what the gates look at, against the oracle.
+
+    The full product is in the hundreds of millions, but a gate that stops
+    hides whatever lies behind it, so facts meet only in groups: those of
+    the server with each other and a few tools (with every connection),
+    those of the tool with each other and one connection of each kind, all
+    hints with all filters, and all times with all times.
+    """
+
+    def hold(self, count, **dimensions):
+        """Judge the product of these facts, which has count members."""
+        wrong, seen = [], 0
+        for facts in crossed(**dimensions):
+            seen += 1
+            answer = pf.evaluate(case_of(facts))[0]
+            observed = answer.observed_at
+            found = (answer.status, answer.reason, answer.retryable,
+                     answer.action, answer.hash, observed and pf.parse_time(
+                         observed), answer.cause)
+            texts = (answer.detail, answer.remediation)
+            is_worded = texts == (None, None) if not answer.reason else (
+                all(texts) and (facts.tier == 'operator'
+                                or MARK not in ''.join(texts)))
+            if found != oracle_answer(facts) or not is_worded or (
+                    answer.id != 's:t' or answer.did_you_mean):
+                wrong.append((facts, found, texts, oracle_answer(facts)))
+        self.assertEqual(wrong[:3], [])
+        self.assertEqual(seen, count)
+
+    def test_servers(self):
+        self.hold(57024, config=('yes', 'skipped', 'none'),
+                  scope=('all', 'in', 'out'), quarantined=BOTH,
+                  disabled=BOTH, link=LINKS, lists=('no', 'others'),
+                  tool=('absent', 'refused', 'same', 'none', 'flawed',
+                        'other'), pin=('none', 'form', 'wrong'),
+                  tier=TIERS)
+
+    def test_tools(self):
+        self.hold(46080, link=KINDS, tool=TOOLS, is_blocked=BOTH,
+                  lists=('no', 'allowed', 'others', 'denied'),
+                  is_guarded=BOTH, mode=('manual', 'auto'), pin=PINS,
+                  filters=FILTER_SETS[:2] + FILTER_SETS[-1:],
+                  tier=TIERS)
+
+    def test_filters(self):
+        self.hold(5184, hints=itertools.product((True, False, None),
+                                                repeat=3),
+                  filters=FILTER_SETS, tool=('same', 'none', 'riskier'),
+                  is_guarded=BOTH, link=(FRESH, KINDS[2]), tier=TIERS)
+
+    def test_times(self):
+        ages = (-60001, -60000, 0, 4000, 60000, 60001, 15 * MINUTES,
+                15 * MINUTES + 1)
+        leases = (None, RUNS, RAN_OUT, AHEAD, TOO_FAR_AHEAD, (-5000, 0),
+                  (-5000, 1), (-90000, -60001), (-90000, -60000),
+                  (-90000, -59999))
+        links = [(state, cause, age, lease) for (state, cause), age, lease
+                 in itertools.product((
+                     ('ready', ''), ('pending_auth', ''),
+                     ('error', 'timeout'), ('error', 'refused')), ages,
+                     leases)]
+        links += [('', '', None, lease) for lease in leases]
+        self.hold(7920, link=links, tool=('absent', 'same', 'refused'),
+                  limit=(0, MINUTES, 15 * MINUTES, 1), tier=TIERS)
+
+
+class Test10Explain(unittest.TestCase):
+    """explain runs every gate; what it shows is what evaluate answers."""
+
+    def test_agrees_with_evaluate(self):
+        for facts in crossed(
+                config=('yes', 'none'), scope=('all', 'out'),
+                quarantined=BOTH, disabled=BOTH, link=KINDS,
+                tool=TOOLS, lists=('no', 'denied'), is_blocked=BOTH,
+                pin=('none', 'wrong'), filters=FILTER_SETS[:2]):
+            case = case_of(facts)
+            answer, finding = pf.evaluate(case)
+            stops = [fact for _, state, fact in pf.explain(case)
+                     if state == 'stopped']
+            if stops[:1] != ([finding.fact] if answer.reason else []):
+                self.fail((facts, stops, finding))
+
+    ORDER = ('well_formed configured scope quarantine enabled exists denied '
+             'blocked changed pending pin login healthy started '
+             'read_only_only exclude_destructive exclude_open_world').split()
+
+    def test_every_gate_is_shown(self):
+        for link in KINDS:
+            rows = pf.explain(a_case(a_tool(), link and a_link(
+                state=link[0], observed_at=None if link[2] is None
+                else NOW - link[2])))
+            self.assertEqual([row[0] for row in rows], self.ORDER)
+            self.assertTrue(all(row[2] for row in rows))
+
+    def test_what_needs_a_server_is_not_reached(self):
+        for ref, stop in (('no:t', 'configured'), ('no', 'well_formed')):
+            case = a_case(ref=ref)._replace(known=pf.Known(
+                None, '', '', '', None, '', ''))
+            rows = pf.explain(case)
+            states = {name: state for name, state, _ in rows}
+            after = self.ORDER[self.ORDER.index(stop) + 1:]
+            self.assertEqual(states[stop], 'stopped')
+            self.assertEqual({states[name] for name in after},
+                             {'not reached'})
+
+    def test_several_stops(self):
+        case = a_case(a_tool(hash=H2, blocked_at=NOW), disabled='Off.',
+                      quarantined='Held.')
+        self.assertEqual(
+            [name for name, state, _ in pf.explain(case)
+             if state == 'stopped'],
+            ['quarantine', 'enabled', 'blocked', 'changed', 'started'])
+
+
+class Test10Agent(unittest.TestCase):
+    """An agent token reads fixed sentences and nothing of this host."""
+
+    def missing(self):
+        """Give answers that must look alike, each for its own id."""
+        agent = a_question('agent', frozenset('s'))
+        nobody = pf.Known(None, '', '', '', None, '', '')
+        skipped = nobody._replace(skipped=MARK)
+        fresh = a_link(refused={'t5': MARK})
+        return [
+            judge(a_tool(), fresh, 'out:t1', question=agent),
+            judge(a_tool(flaw=MARK, hash=''), None, 'out:t2',
+                  question=agent, quarantined=MARK, disabled=MARK),
+            pf.evaluate(pf.Case(pf.parse_id('no:t3'), nobody, None,
+                                agent))[0],
+            pf.evaluate(pf.Case(pf.parse_id('no:t4'), skipped, None,
+                                agent))[0],
+            judge(None, fresh, 's:t5', question=agent),
+            judge(None, fresh, 's:t6', 'sha256/v1:' + H1, agent)]
+
+    def test_what_is_not_there_looks_alike(self):
+        """Out of scope, unconfigured, misspelt: the same bytes but for
+        the id."""
+        texts = {json.dumps(pf.answer_fields(answer)).replace(
+            answer.id, 'ID') for answer in self.missing()}
+        self.assertEqual(texts, {json.dumps({
+            'id': 'ID', 'status': 'unavailable', 'reason': 'not_found',
+            'retryable': False, 'action': 'configure',
+            'detail': 'No tool with this id is available.',
+            'remediation': 'List the tools and correct the id.'})})
+
+    def test_the_format_hint(self):
+        answer = judge(ref='mcp__gh__x', question=a_question('agent'))
+        self.assertEqual((answer.reason, answer.detail), (
+            'not_found', 'An id has the form <server>:<tool>; did you mean '
+            'gh:x?'))
+
+    def test_pins(self):
+        """Malformed, of another version and drifted can be told apart."""
+        for pin, detail in (
+                ('sha1:x', 'The pin is not of the form sha256/v<N>:<64 hex '
+                 'digits>.'),
+                ('sha256/v7:' + H1, 'The pin is of another hash version '
+                 'than the tool.'),
+                ('sha256/v1:' + H2, 'The tool is not the one that was '
+                 'pinned.')):
+            answer = judge(a_tool(), a_link(), pin=pin,
+                           question=a_question('agent'))
+            self.assertEqual((answer.reason, answer.detail),
+                             ('hash_mismatch', detail))
+
+    def test_a_word_for_every_reason(self):
+        self.assertEqual(
+            set(pf.REASONS) - set(pf.AGENT_TEXTS),
+            {'server_not_in_scope', 'server_not_configured'})
+
+    def test_an_unknown_tier_is_no_operator(self):
+        """The operator tier is granted, never assumed."""
+        answer = judge(a_tool(), a_link(), question=a_question('admin'))
+        self.assertEqual((answer.hash, answer.observed_at), (None, None))
+        answer = judge(a_tool(), None, question=a_question(''))
+        self.assertNotIn(MARK, answer.detail + answer.remediation)
+
+
+class Test10Wording(unittest.TestCase):
+    """What the operator reads (contract 11)."""
+
+    RUN = 'Run: HOSTFACT.py '
+    TABLE = (
+        ('server_initializing', {}, None, 'sync s'),
+        ('server_unhealthy', {}, {'observed_at': 0}, 'sync s'),
+        ('server_unhealthy', {}, {'state': 'error', 'cause': 'refused'},
+         'sync s'),
+        ('server_unhealthy', {}, {'lease_at': NOW - 9, 'lease_until':
+                                  NOW - 1, 'state': 'error', 'cause':
+                                  'timeout'}, 'sync s'),
+        ('server_unhealthy', {}, {'state': 'error', 'cause': 'timeout'},
+         'servers show s'),
+        ('server_unhealthy', {}, {'state': 'error', 'cause': 'unresolved'},
+         'servers show s'),
+        ('server_disabled', {'disabled': 'Off.'}, {}, 'servers enable s'),
+        ('server_quarantined', {'quarantined': 'Held.'}, {},
+         'servers approve s'),
+        ('tool_pending_approval', {'tool': a_tool(approved=None)}, {},
+         'tools diff s:t'),
+        ('tool_changed', {'tool': a_tool(hash=H2)}, {}, 'tools diff s:t'),
+        ('tool_blocked_by_user', {'tool': a_tool(blocked_at=NOW)}, {},
+         'tools unblock s:t'),
+        ('hash_mismatch', {'pin': 'sha256/v1:' + H2}, {}, 'tools show s:t'),
+        ('not_found', {'tool': None}, {}, 'tools list s'))
+
+    def answer(self, link, **more):
+        """Judge a tool that is there, with these differences."""
+        given = dict({'tool': a_tool()}, **more)
+        return judge(link=link if link is None else a_link(**link), **given)
+
+    def test_commands(self):
+        for reason, more, link, command in self.TABLE:
+            with self.subTest(reason=reason, link=link):
+                answer = self.answer(link, **more)
+                self.assertEqual((answer.reason, answer.remediation),
+                                 (reason, self.RUN + command))
+
+    def test_not_configured(self):
+        for skipped, detail in (
+                ('', 'No server "no" is configured (%s).' % PLACES),
+                ('entry "no" in F was skipped: why', 'entry "no" in F was '
+                 'skipped: why.')):
+            answer = pf.evaluate(pf.Case(
+                pf.parse_id('no:t'), pf.Known(None, skipped, '', '', None,
+                                              '', ''), None,
+                a_question()))[0]
+            self.assertEqual(
+                (answer.reason, answer.detail, answer.remediation),
+                ('server_not_configured', detail, self.RUN
+                 + 'servers list'))
+
+    def test_scope(self):
+        answer = self.answer({}, question=a_question(
+            servers=frozenset('x')))
+        self.assertEqual(answer.detail, 'Profile "p" leaves server "s" out; '
+                         'a session under it sees not_found.')
+        self.assertEqual(
+            answer.remediation, 'Add "s" to profiles.p.servers (%s), then '
+            'run: HOSTFACT.py config check' % PLACES)
+
+    def test_denied(self):
+        for lists, key, word in (({'allow': []}, 'enabled_tools',
+                                  'does not name'),
+                                 ({'deny': ['t']}, 'disabled_tools',
+                                  'names')):
+            answer = self.answer({}, server=a_server(**lists))
+            self.assertEqual(answer.detail, '%s of server "s" in /c/config.'
+                             'json %s this tool.' % (key, word))
+            self.assertEqual(answer.remediation, 'Change %s in /c/config.'
+                             'json, then run: HOSTFACT.py config check'
+                             % key)
+
+    def test_login(self):
+        answer = self.answer({'state': 'pending_auth', 'detail': '401'})
+        self.assertEqual(answer.detail, 'Server "s" asked for a login: 401.')
+        self.assertEqual(
+            answer.remediation, 'Set headers.Authorization for "s" (an '
+            'entry in our own config) to a ${VAR}, then run: HOSTFACT.py '
+            'sync s')
+
+    def test_filters(self):
+        for name, hints, detail, remedy in (
+                ('read_only_only', {}, 'It has no readOnlyHint, and '
+                 'read_only_only needs one.', 'Leave out --read-only-only, '
+                 'or have the server publish readOnlyHint.'),
+                ('exclude_open_world', {'openWorldHint': True},
+                 'openWorldHint is true, which exclude_open_world leaves '
+                 'out.', 'Leave out --exclude-open-world, or use another '
+                 'tool.'),
+                ('read_only_only', {'readOnlyHint': False},
+                 'readOnlyHint is false, which read_only_only leaves out.',
+                 'Leave out --read-only-only, or use another tool.')):
+            answer = self.answer({}, tool=a_tool(hints=hints),
+                                 question=a_question(filters=[name]))
+            self.assertEqual((answer.detail, answer.remediation),
+                             (detail, remedy))
+
+    def test_the_first_filter_owns_the_answer(self):
+        hints = {'readOnlyHint': False, 'openWorldHint': True}
+        for filters, reason in (
+                (FILTERS, 'policy_filtered'),
+                (FILTERS[1:], 'missing_annotation'),
+                (FILTERS[2:], 'policy_filtered')):
+            answer = self.answer({}, tool=a_tool(hints=hints),
+                                 question=a_question(filters=filters))
+            self.assertEqual(answer.reason, reason)
+
+    def test_never_seen(self):
+        """It names the fact and the places; nobody started anything."""
+        answer = self.answer(None)
+        self.assertEqual(answer.detail, 'Server "s" has never been looked '
+                         'at (%s).' % PLACES)
+        answer = self.answer({'state': '', 'observed_at': None})
+        self.assertEqual(answer.detail, 'Server "s" has never been looked '
+                         'at (%s).' % PLACES)
+
+    def test_stale(self):
+        for ms, age in ((16 * MINUTES, '16m ago, longer than max_age 15m'),
+                        (15 * MINUTES + 9000, '15m09s ago, longer than '
+                         'max_age 15m'),
+                        (-61000, 'in the future (2026-09-21T14:14:21.000Z)'
+                         )):
+            answer = self.answer({'observed_at': NOW - ms})
+            self.assertEqual((answer.cause, answer.detail), (
+                'stale', 'Server "s" was last seen ready %s (%s).'
+                % (age, PLACES)))
+
+    def test_pins(self):
+        for more, detail in (
+                ({'pin': 'sha256/v1:' + H2}, 'Pinned is sha256/v1:%s, last '
+                 'listed is sha256/v1:%s.' % (H2, H1)),
+                ({'pin': 'x'}, 'The pin is not of the form sha256/v<N>:<64 '
+                 'hex digits>.'),
+                ({'pin': 'sha256/v2:' + H1}, 'The pin is of hash version 2, '
+                 'the stored hash of version 1: the hash version changed '
+                 'and the pin must be renewed.'),
+                ({'pin': 'sha256/v1:' + H1, 'tool': a_tool(
+                    hash='', approved=approval('')),
+                  }, 'There is no hash to compare the pin with.')):
+            self.assertEqual(self.answer({}, **more).detail, detail)
+
+    def test_a_pin_is_compared_with_what_is_listed(self):
+        """Never with what is approved, and case counts for nothing."""
+        moved = a_tool(hash=H3.replace('3', 'a'))
+        free = a_question(quarantine_enabled=False)
+        for digest, reason in ((moved.hash, None), (moved.hash.upper(),
+                                                    None),
+                               (H1, 'hash_mismatch')):
+            self.assertEqual(self.answer({}, tool=moved, question=free,
+                                         pin='sha256/v1:' + digest).reason,
+                             reason)
+
+    def test_refused_definition(self):
+        answer = self.answer({'refused': {'t': 'definition refused: why'}},
+                             tool=None)
+        self.assertEqual((answer.reason, answer.detail), (
+            'not_found', 'No tool with this id is available. definition '
+            'refused: why.'))
+
+    def test_a_definition_with_a_flaw(self):
+        """It gates in every trust mode and with quarantine off."""
+        flawed = a_tool(flaw='advertised twice', hash='')
+        for mode in ('manual', 'auto'):
+            answer = self.answer(
+                {}, tool=flawed, server=a_server(trust_mode=mode),
+                question=a_question(quarantine_enabled=False))
+            self.assertEqual((answer.reason, answer.detail), (
+                'tool_changed', 'Advertised twice (approved '
+                '2026-09-21T14:13:15.000Z).'))
+
+    def test_detail_does_not_repeat_the_code(self):
+        for reason, more, link, _ in self.TABLE:
+            with self.subTest(reason=reason):
+                self.assertNotIn(reason, self.answer(link, **more).detail)
+
+    def test_stuck_causes(self):
+        """Those that time alone does not cure are marked as such."""
+        for link, cause in (
+                (None, 'never_seen'), ({'observed_at': 0}, 'stale'),
+                ({'state': '', 'observed_at': None}, 'never_seen'),
+                ({'state': 'error', 'cause': 'unresolved'}, 'unresolved'),
+                ({'state': 'error', 'cause': 'command_not_found'},
+                 'command_not_found')):
+            finding = pf.evaluate(a_case(a_tool(), link if link is None
+                                         else a_link(**link)))[1]
+            self.assertEqual(finding.cause, cause)
+            self.assertIn(finding.cause, pf.STUCK_CAUSES)
+        for link in ({'state': 'error', 'cause': 'timeout'},
+                     {'state': '', 'lease_at': NOW, 'lease_until': NOW + 9,
+                      'observed_at': None}):
+            finding = pf.evaluate(a_case(a_tool(), a_link(**link)))[1]
+            self.assertNotIn(finding.cause, pf.STUCK_CAUSES)
+
+
+class Test10Quoting(unittest.TestCase):
+    """A remedy must not become an injection: names are foreign text."""
+
+    def words(self, name, how='pf'):
+        """Give the words that a shell makes of a remedy for a tool."""
+        line = pf.command_line(how, 'tools diff', name)
+        return shlex.split(line)
+
+    ODD = ('s:a b', 's:$(touch x)', 's:`x`', "s:'; rm -rf /; '", 's:"x"',
+           's:a;b', 's:a&&b', 's:a|b', 's:*', 's:~', 's:a\\b', 's:#x',
+           's:caf\u00e9', 's:{a,b}', 's:!x', 's:a=b', '')
+
+    def test_odd_names_stay_one_word(self):
+        for name in self.ODD:
+            with self.subTest(name=name):
+                self.assertEqual(self.words(name),
+                                 ['pf', 'tools', 'diff', name])
+
+    def test_plain_names_stay_plain(self):
+        for name in ('gh-ops:sync_issues', 's:a/b', 's:a.b', 's:@x:1'):
+            self.assertEqual(pf.command_line('pf', 'tools diff', name),
+                             'pf tools diff ' + name)
+
+    def test_a_name_is_no_option(self):
+        self.assertEqual(self.words('-x:t'),
+                         ['pf', 'tools', 'diff', '--', '-x:t'])
+
+    def test_control_characters(self):
+        """Such a name never stands in a command, whatever shows it."""
+        for name in ('s:a\nrm', 's:a\x1b[2J', 's:a\x7f', 's:a\x9b',
+                     's:a\u202eb', 's:a\u2028b', 's:a\u200bb', 's:\0',
+                     's:\ud800', 's:\U000e0041'):
+            with self.subTest(name=name):
+                self.assertEqual(pf.command_line('pf', 'tools diff', name),
+                                 'pf tools list')
+
+    def test_in_an_answer(self):
+        answer = judge(a_tool(name='a b', hash=H2), a_link(), 's:a b')
+        self.assertEqual(answer.remediation,
+                         "Run: HOSTFACT.py tools diff 's:a b'")
+        answer = judge(a_tool(name='a\nb', hash=H2), a_link(), 's:a\nb')
+        self.assertEqual(answer.remediation, 'Run: HOSTFACT.py tools list')
+        self.assertEqual(answer.id, 's:a\nb')
+
+    def test_a_file_is_quoted(self):
+        answer = judge(a_tool(), a_link(), server=a_server(
+            file='/a b/c.json', deny=['t']))
+        self.assertIn("in '/a b/c.json', then", answer.remediation)
+
+
+class Test10Ages(unittest.TestCase):
+    """How old a good look may be (contract 9)."""
+
+    DAY = 24 * 60 * MINUTES
+    # server's max_age, global max_age, sync_interval, ttl: what holds.
+    TABLE = (
+        (None, None, None, 0, 15 * MINUTES),
+        (None, None, 5 * MINUTES, 0, 15 * MINUTES),
+        (None, None, 6 * MINUTES, 0, 18 * MINUTES),
+        (None, 20 * MINUTES, 60 * MINUTES, 0, 20 * MINUTES),
+        (MINUTES, 20 * MINUTES, 60 * MINUTES, DAY, MINUTES),
+        (None, 0, 5 * MINUTES, 0, 0), (0, 5, 5, 5, 0), (5, 0, 5, 5, 5),
+        (None, None, 5 * MINUTES, 60 * MINUTES, 60 * MINUTES),
+        (None, None, 5 * MINUTES, 10 * MINUTES, 15 * MINUTES),
+        (None, None, 5 * MINUTES, 5 * DAY, DAY),
+        (None, None, DAY, 0, 3 * DAY), (None, None, DAY, 5 * DAY, 3 * DAY),
+        (None, MINUTES, 5 * MINUTES, 60 * MINUTES, MINUTES),
+        (None, None, 5 * MINUTES, None, 15 * MINUTES))
+
+    def test_table(self):
+        for own, general, interval, ttl, limit in self.TABLE:
+            with self.subTest(own=own, general=general, ttl=ttl):
+                settings = {'max_age': general, 'sync_interval': interval}
+                self.assertEqual(pf.max_age_of(a_server(max_age=own),
+                                               settings, ttl), limit)
+
+    def test_a_ttl_lengthens(self):
+        hour = a_link(observed_at=NOW - 60 * MINUTES, ttl=61 * MINUTES)
+        for more, reason in (
+                ({}, None), ({'question': a_question(max_age=15 * MINUTES)},
+                             'server_unhealthy'),
+                ({'server': a_server(max_age=MINUTES)},
+                 'server_unhealthy')):
+            self.assertEqual(judge(a_tool(), hour, **more).reason, reason)
+
+    def test_any_age(self):
+        for age in (1, self.DAY * 999):
+            answer = judge(a_tool(), a_link(observed_at=NOW - age),
+                           question=a_question(max_age=0))
+            self.assertEqual(answer.status, 'ready')
+
+    def test_the_future_is_no_age(self):
+        """A clock that was wrong does not make a look good for ever."""
+        answer = judge(a_tool(), a_link(observed_at=NOW + self.DAY),
+                       question=a_question(max_age=0))
+        self.assertEqual(answer.cause, 'stale')
+
+
+class Test10Requests(unittest.TestCase):
+    """Refs of a request, and suggestions."""
+
+    def test_unique(self):
+        refs = pf.unique_refs([(' s:t ', None), ('u:v', 'x'), ('s:t', ''),
+                               ('bad', None), ('u:v', 'x')])
+        self.assertEqual(refs, [('s:t', 's', 't', ''), ('u:v', 'u', 'v',
+                                                       'x'),
+                                ('bad', '', '', '')])
+
+    def test_two_pins(self):
+        """An absent pin counts as a value."""
+        for pins in (('x', 'y'), ('x', None), (None, 'x'), ('', 'x')):
+            with self.subTest(pins=pins), \
+                    self.assertRaises(pf.UsageError) as caught:
+                pf.unique_refs([('s:t', pins[0]), (' s:t', pins[1])])
+            self.assertIn('"s:t" is asked for with two pins',
+                          str(caught.exception))
+
+    def test_no_id(self):
+        with self.assertRaises(pf.UsageError):
+            pf.unique_refs([])
+
+    def test_lookups_do_not_merge_ids(self):
+        """Ids that differ inside are two results, though one tool."""
+        self.assertEqual(len(pf.unique_refs([('s:t', ''), ('s : t', '')])),
+                         2)
+
+    def test_nearest(self):
+        names = ['gh:create_issue', 'gh:create_issues', 'gh:close_issue',
+                 'x:y', 'gh:create_isue']
+        self.assertEqual(
+            pf.rank_nearest('gh:create_issue', names),
+            ['gh:create_issues', 'gh:create_isue', 'gh:close_issue'])
+        self.assertEqual(pf.rank_nearest('gh:create_issue', names, 1),
+                         ['gh:create_issues'])
+        self.assertEqual(pf.rank_nearest('zzz', names), [])
+
+    def test_ties_go_by_name(self):
+        self.assertEqual(pf.rank_nearest('s:a', ['s:d', 's:c', 's:b',
+                                                 's:b', 's:e']),
+                         ['s:b', 's:c', 's:d'])
+
+    def test_nearest_is_what_difflib_finds(self):
+        import difflib
+        names = ['%s%s_%s' % parts for parts in itertools.product(
+            'ab', ('', 'x', 'yy'), ('list', 'lists', 'get'))]
+        for word in names:
+            matcher = difflib.SequenceMatcher(None, '', word)
+            scores = []
+            for name in names:
+                matcher.set_seq1(name)
+                if name != word and matcher.ratio() >= 0.6:
+                    scores.append((-matcher.ratio(), name))
+            self.assertEqual(pf.rank_nearest(word, names),
+                             [name for _, name in sorted(scores)[:3]])
+
+
+# ==========================================================================
+# 11. lock
+# ==========================================================================
+
+
+class Test11Lock(unittest.TestCase):
+    """Two definitions, or the hints of two, side by side."""
+
+    def diff(self, old, new):
+        """Compare two definitions given as values."""
+        return pf.diff_definitions(*(pf.definition_text(value) if value
+                                     else '' for value in (old, new)))
+
+    def test_alike(self):
+        self.assertEqual(self.diff(tool(), tool(annotations=SAFE)), [])
+
+    def test_one_line(self):
+        self.assertEqual(self.diff(tool(), tool(description='Echo!')),
+                         [('description', ['-Echo text', '+Echo!'])])
+
+    def test_lines_of_a_text(self):
+        self.assertEqual(
+            self.diff(tool(description='a\nb\nc'),
+                      tool(description='a\nX\nc')),
+            [('description', [' a', '-b', '+X', ' c'])])
+
+    def test_fields_in_order(self):
+        new = tool(title='T', inputSchema={'type': 'string'},
+                   outputSchema={}, description=None)
+        self.assertEqual(self.diff(tool(), new), [
+            ('title', ['+T']), ('description', ['-Echo text']),
+            ('inputSchema', [' {', '-  "type": "object"',
+                             '+  "type": "string"', ' }']),
+            ('outputSchema', ['+{}'])])
+
+    def test_key_order_is_no_difference(self):
+        self.assertEqual(self.diff(
+            tool(inputSchema={'a': 1, 'b': 2}),
+            tool(inputSchema={'b': 2, 'a': 1})), [])
+
+    def test_another_type_is_shown(self):
+        """What looks alike as lines is shown as JSON."""
+        for old, new, lines in (
+                ('5', 5, ['-"5"', '+5']), (True, 'true', ['-true',
+                                                          '+"true"']),
+                ('null', None, ['-null'])):
+            with self.subTest(old=old):
+                self.assertEqual(self.diff(tool(description=old), tool(
+                    description=new)), [('description', lines)])
+
+    def test_a_new_tool_and_one_without_text(self):
+        whole = [('name', ['+echo']), ('description', ['+Echo text']),
+                 ('inputSchema', ['+{', '+  "type": "object"', '+}'])]
+        self.assertEqual(self.diff(None, tool()), whole)
+        self.assertEqual([field for field, _ in self.diff(tool(), None)],
+                         ['name', 'description', 'inputSchema'])
+
+    def test_text_that_looks_like_a_diff(self):
+        self.assertEqual(
+            self.diff(tool(description='@@ -1 +1 @@\n--- a'),
+                      tool(description='@@ -1 +1 @@\n+++ b')),
+            [('description', [' @@ -1 +1 @@', '---- a', '++++ b'])])
+
+    def test_far_lines_are_left_out(self):
+        old = [str(n) for n in range(20)]
+        lines = self.diff(tool(description='\n'.join(old)),
+                          tool(description='\n'.join(old + ['end'])))[0][1]
+        self.assertEqual(lines, [' 17', ' 18', ' 19', '+end'])
+
+    def test_hints(self):
+        self.assertEqual(
+            pf.diff_hints(SAFE, {'readOnlyHint': False,
+                                 'destructiveHint': False,
+                                 'idempotentHint': True}),
+            ['readOnlyHint: true -> false (riskier)',
+             'idempotentHint: absent -> true',
+             'openWorldHint: false -> absent (riskier)'])
+        self.assertEqual(pf.diff_hints(SAFE, dict(SAFE)), [])
+        self.assertEqual(pf.diff_hints({}, {'readOnlyHint': True}),
+                         ['readOnlyHint: absent -> true'])
+
+
+# ==========================================================================
+# 12. report
+# ==========================================================================
+
+AWKWARD = (
+    'no', 'on', 'y', 'null', '~', '1e3', '0o17', '012', '12:30:45',
+    '2026-08-27', '', ' lead', 'trail ', 'a: b', 'a #b', '- x', '@a', '%a',
+    '{', '}', '[', '&a', '*a', '!a', '|', '>', '?', ':', '"', "'", '\\',
+    'a\nb', 'a\n', '\n', '\t', 'a\tb', '\x00', '\x07', '\x1b', '\x7f',
+    '\x85', '\xa0', '\xff\u0100', '\uffff\U00010000',
+    '\u2028', '\u2029', '\ufeff', '\U0001f600', '\ud800',
+    '\udc80', 'caf\u00e9', '/', '<<', '=', '.inf', '.nan', '0x1f', '1_000',
+    '+1', '-1', 'true', 'Yes', '---', '...', 'a' * 500, 'a b ' * 100)
+ESCAPE = (r'\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|'
+          r'([ntrbf"\\]))')
+NESTED = {
+    'verdict': 'ready', 'n': 5, 'is_so': True, 'none': None, 'half': 0.5,
+    'big': 1e16, 'small': 1e-07, 'tools': [{'id': 'a:b', 'refs': ['x', []]},
+                                           {'on': {'y': {}}}, [[1], 2], 'z'],
+    'odd key': {'a': [{'b': [{'c': None}]}]}, '': [], '12': 'x'}
+
+
+def unquote(text):
+    """Read one double-quoted YAML scalar of the plain sort."""
+    if not re.match(r'"[\x20-\x7e]*"\Z', text):
+        raise AssertionError(text)
+
+    def char(found):
+        *codes, short = found.groups()
+        code = next(filter(None, codes), None)
+        return chr(int(code, 16)) if code else dict(
+            zip('ntrbf"\\', '\n\t\r\b\f"\\'))[short]
+    left = re.sub(ESCAPE, '', text[1:-1])
+    if '"' in left or '\\' in left:
+        raise AssertionError(text)
+    return re.sub(ESCAPE, char, text[1:-1])
+
+
+class Test12Yaml(unittest.TestCase):
+    """YAML that every loader reads back as the JSON."""
+
+    def test_strings(self):
+        """Always double-quoted: no word can turn into something else."""
+        lines = pf.render_yaml(list(AWKWARD)).split('\n')
+        self.assertEqual(lines.pop(), '')
+        self.assertEqual([unquote(line[2:]) for line in lines],
+                         list(AWKWARD))
+        self.assertEqual({line[:2] for line in lines}, {'- '})
+
+    def test_keys(self):
+        words = [word for word in AWKWARD if word != 'a' * 500]
+        lines = pf.render_yaml({word: 1 for word in words}).split('\n')
+        self.assertEqual([unquote(line[:-3]) for line in lines[:-1]], words)
+        self.assertEqual(pf.render_yaml({'did_you_mean': 1}),
+                         'did_you_mean: 1\n')
+
+    def test_layout(self):
+        self.assertEqual(
+            pf.render_yaml({
+                'verdict': 'ready', 'waited_ms': 0, 'tools': [
+                    {'id': 'a:b', 'retryable': False, 'did_you_mean': [
+                        'c', 'd']}, {'id': 'e'}], 'none': [], 'map': {}}),
+            'verdict: "ready"\n'
+            'waited_ms: 0\n'
+            'tools:\n'
+            '  - id: "a:b"\n'
+            '    retryable: false\n'
+            '    did_you_mean:\n'
+            '      - "c"\n'
+            '      - "d"\n'
+            '  - id: "e"\n'
+            'none: []\n'
+            'map: {}\n')
+
+    def test_scalars(self):
+        for value, text in ((None, 'null'), (True, 'true'), (0, '0'),
+                            (-5, '-5'), (0.5, '0.5'), ({}, '{}'),
+                            ([], '[]'), (1e16, '1.0e+16'),
+                            (1e-07, '1.0e-07'), ('', '""')):
+            self.assertEqual(pf.render_yaml(value), text + '\n')
+
+    def hold(self, load):
+        """Load what is awkward, and what is nested, with a real loader."""
+        for text in AWKWARD:
+            with self.subTest(text=text):
+                value = {'a': [text, {'b': text}], text: text}
+                self.assertEqual(load(pf.render_yaml(value)), value)
+        self.assertEqual(load(pf.render_yaml(NESTED)), NESTED)
+
+    def test_yaml_1_1(self):
+        try:
+            import yaml
+        except ImportError:
+            self.skipTest('PyYAML is not installed')
+        self.hold(yaml.safe_load)
+
+    def test_yaml_1_2(self):
+        try:
+            from ruamel.yaml import YAML
+        except ImportError:
+            self.skipTest('ruamel.yaml is not installed')
+        self.hold(YAML(typ='safe', pure=True).load)
+
+
+def a_report(*answers):
+    """Make a Report of these Answers."""
+    return pf.Report(pf.worst_verdict([a.reason or '' for a in answers]),
+                     pf.format_time(NOW), None, list(answers), 'R', [])
+
+
+def an_answer(name, reason=None, action=None, detail=None, **more):
+    """Make an Answer as evaluate does."""
+    is_ready = reason is None
+    given = dict.fromkeys(pf.Answer._fields)
+    given.update(
+        id=name, status='ready' if is_ready else 'unavailable',
+        reason=reason, retryable=None if is_ready
+        else pf.REASONS[reason].retryable, action=action, detail=detail)
+    return pf.Answer(**dict(given, **more))
+
+
+class Test12Report(unittest.TestCase):
+    """A Report as table and as data."""
+
+    READY = an_answer('gh-ops:sync_issues', hash='sha256/v1:' + H1)
+    MISS = an_answer('gh-ops:nope', 'not_found', 'configure',
+                     'No tool with this id is available.')
+
+    def test_table(self):
+        self.assertEqual(
+            pf.render_report(a_report(self.READY, self.MISS), False),
+            'ID                  STATUS       REASON     RETRYABLE  ACTION  '
+            '   DETAIL\n'
+            'gh-ops:sync_issues  ready        -          -          -       '
+            '   -\n'
+            'gh-ops:nope         unavailable  not_found  false      configur'
+            'e  No tool with this id is available.\n'
+            'VERDICT: unknown_ids (exit 12)\n')
+
+    def test_verdicts(self):
+        for reason, line in (
+                (None, 'VERDICT: ready (exit 0)'),
+                ('server_unhealthy', 'VERDICT: degraded_retryable (exit '
+                 '10)'),
+                ('tool_changed', 'VERDICT: blocked (exit 11)'),
+                ('not_found', 'VERDICT: unknown_ids (exit 12)')):
+            text = pf.render_report(a_report(an_answer('a:b', reason)),
+                                    False)
+            self.assertEqual(text.split('\n')[-2], line)
+
+    def test_no_line_ends_in_blanks(self):
+        text = pf.render_report(a_report(self.READY, self.MISS, an_answer(
+            'x:y', 'server_initializing', detail='d')), False)
+        for line in text.split('\n'):
+            self.assertEqual(line, line.rstrip())
+        self.assertIn('x:y                 unavailable  server_initializing '
+                      ' true       -          d\n', text)
+
+    def test_nothing_is_cut(self):
+        answer = an_answer('s:' + 'x' * 300, 'not_found', 'configure',
+                           'y' * 3000)
+        text = pf.render_report(a_report(answer), False)
+        self.assertIn('s:' + 'x' * 300 + '  unavailable', text)
+        self.assertIn('y' * 3000, text)
+
+    def test_a_name_forges_no_row(self):
+        answer = an_answer('s:a\nx:y  ready', 'not_found', 'configure',
+                           'd\r\nVERDICT: ready (exit 0)\x1b[2J')
+        text = pf.render_report(a_report(answer), True)
+        self.assertEqual(len(text.split('\n')), 4)
+        self.assertNotIn('\x1b', text)
+        self.assertIn('s:a\\x0ax:y  ready', text)
+
+    def test_second_block_on_a_terminal(self):
+        answer = self.MISS._replace(remediation='Run: pf tools list',
+                                    did_you_mean=['a:b', 'c:\x1bd'])
+        report = a_report(self.READY, answer)
+        plain = pf.render_report(report, False)
+        self.assertEqual(
+            pf.render_report(report, True)[len(plain):],
+            '\ngh-ops:nope\n  Run: pf tools list\n  Did you mean: a:b, '
+            'c:\\x1bd\n')
+
+    def test_data(self):
+        """Keys in the contract's order, absent ones left out."""
+        full = pf.Answer(*['x'] * len(pf.Answer._fields))
+        data = pf.report_data(a_report(self.READY)._replace(answers=[
+            full, self.READY, self.MISS]))
+        self.assertEqual(list(data), ['verdict', 'checked_at', 'tools'])
+        self.assertEqual([list(row) for row in data['tools']], [
+            ['id', 'status', 'reason', 'retryable', 'action', 'detail',
+             'remediation', 'hash', 'did_you_mean', 'observed_at', 'cause'],
+            ['id', 'status', 'hash'],
+            ['id', 'status', 'reason', 'retryable', 'action', 'detail']])
+        self.assertEqual(data['checked_at'], '2026-09-21T14:13:20.000Z')
+
+    def test_waited_ms(self):
+        """It is there if a wait was asked for, 0 included."""
+        for waited in (0, 250):
+            data = pf.report_data(a_report()._replace(waited_ms=waited))
+            self.assertEqual(list(data), ['verdict', 'checked_at',
+                                          'waited_ms', 'tools'])
+            self.assertEqual(data['waited_ms'], waited)
+
+    def test_json(self):
+        value = {'b': 1, 'a': ['caf\u00e9', None, '\ud800']}
+        text = pf.render_json(value)
+        self.assertEqual(text, '{\n  "b": 1,\n  "a": [\n    "caf\\u00e9",\n'
+                         '    null,\n    "\\ud800"\n  ]\n}\n')
+        self.assertEqual(json.loads(text), value)
+
+
+class Test12Tables(unittest.TestCase):
+    """Columns and cells."""
+
+    def test_widths(self):
+        for text, width in (
+                ('', 0), ('abc', 3), ('caf\u00e9', 4), ('cafe\u0301', 4),
+                ('\u65e5\u672c', 4), ('\uff21', 2), ('\U0001f600', 2),
+                ('\u2713', 1), ('\u2764\ufe0f', 1), ('\u0e01\u0e31', 1)):
+            with self.subTest(text=text):
+                self.assertEqual(pf.text_width(text), width)
+
+    def test_wide_characters_line_up(self):
+        self.assertEqual(
+            pf.render_table(('A', 'B'), (('\u65e5\u672c', 'x'),
+                                         ('cafe\u0301', 'y'), ('', ''))),
+            'A     B\n\u65e5\u672c  x\ncafe\u0301  y\n-     -\n')
+
+    def test_no_rows(self):
+        self.assertEqual(pf.render_table(('AB', 'C'), ()), 'AB  C\n')
+
+    def test_cells(self):
+        for value, text in (
+                (None, ''), ([], ''), ({}, ''), ('', ''), (True, 'true'),
+                (False, 'false'), (0, '0'), (1.5, '1.5'), ('x', 'x'),
+                (['a', True], 'a, true'), ({'a': 1, 'b': None}, 'a=1 b=')):
+            with self.subTest(value=value):
+                self.assertEqual(pf.cell_text(value), text)
+
+    def test_rows(self):
+        self.assertEqual(
+            pf.render_rows([{'a_b': None, 'c': True, 'd': 'no'}],
+                           ('a_b', 'c')), 'A B  C\n-    true\n')
+
+    def test_fields(self):
+        self.assertEqual(
+            pf.render_fields({'id': 's:t', 'empty': '', 'name': 'a\nid: b',
+                              'stderr': 'a\nb\x1b\n', 'hints': {'a': True},
+                              'definition': {'name': 'x'}}),
+            'id:         s:t\nempty:      -\nname:       a\\x0aid: b\n'
+            'stderr:\n  a\n  b\\x1b\nhints:      a=true\n'
+            'definition:\n  {\n    "name": "x"\n  }\n')
+
+    DIFF = {'id': 's:t', 'status': 'changed', 'why': 'w', 'hash': 'H',
+            'approved_hash': 'G', 'fields': [{
+                'field': 'description', 'lines': ['-a', '+b\x1b']}],
+            'hints': ['readOnlyHint: true -> absent (riskier)'],
+            'token': 'T', 'approve': 'pf tools approve s:t --expect T'}
+
+    def test_diff(self):
+        self.assertEqual(
+            pf.render_diff(self.DIFF),
+            's:t: changed (w)\napproved: G\nlisted:   H\ndescription:\n'
+            '  -a\n  +b\\x1b\nhints:\n  readOnlyHint: true -> absent '
+            '(riskier)\nreview token: T\napprove: pf tools approve s:t '
+            '--expect T\n')
+
+    def test_diff_of_nothing(self):
+        diff = dict(self.DIFF, status='approved', why='', fields=[],
+                    hints=[])
+        self.assertEqual(
+            pf.render_diff(diff),
+            's:t: approved\napproved: G\nlisted:   H\nno difference\n'
+            'review token: T\n')
+
+    def test_check(self):
+        self.assertEqual(
+            pf.render_check({'errors': ['e\x1b'], 'warnings': ['w', 'x'],
+                             'servers': 1}),
+            'error: e\\x1b\nwarning: w\nwarning: x\n1 server, 1 error, '
+            '2 warnings\n')
+
+    def test_verify(self):
+        self.assertEqual(
+            pf.render_verify({'ok': True, 'problems': [], 'records': 3,
+                              'head': 'abc'}), '3 records, intact, head '
+            'abc\n')
+        self.assertEqual(
+            pf.render_verify({'ok': False, 'problems': ['p'], 'records': 1,
+                              'head': ''}), 'problem: p\n1 record, 1 '
+            'problem, head -\n')
+
+    def test_record_lines(self):
+        def line(kind, status, **data):
+            return pf.record_line({'type': kind, 'status': status,
+                                   'metadata': data})
+        for found, text in (
+                (line('preflight', 'success', ids_count=1, reasons={}),
+                 'ready (1 id)'),
+                (line('preflight', 'blocked', ids_count=3, reasons={
+                    'server_disabled': 2, 'tool_changed': 1}),
+                 'blocked (3 ids): server_disabled x2, tool_changed'),
+                (line('sync', 'success', server='s', state='ready'),
+                 'ready s'),
+                (line('approval', 'success', action='approve',
+                      tools=['s:a', 's:b']), 'approve s:a, s:b')):
+            self.assertEqual(found, text)
+
+    def test_activities(self):
+        row = {'timestamp': 'T', 'id': 'I', 'type': 'preflight', 'actor':
+               'operator\x1b', 'request_id': 'R', 'status': 'success',
+               'metadata': {'ids_count': 1, 'reasons': {}}}
+        self.assertEqual(
+            pf.render_activities({'activities': [row], 'total': 7}),
+            'TIME  ID  TYPE       ACTOR         REQUEST ID  WHAT\n'
+            'T     I   preflight  operator\\x1b  R           ready (1 id)\n'
+            '1 of 7 records\n')
+
+
+# ==========================================================================
+# 14. world to 18. sync: the real thing, and small limits where they are
+# patched so that a test need not wait for them
+# ==========================================================================
+
+OTHER_UID = 54321               # of nobody: no entry in passwd, no files
+
+
+class WorldCase(TempCase):
+    """A test below the line: files, processes, a database."""
+
+    def patch(self, name, value):
+        """Set a name of the program for this test."""
+        self.addCleanup(setattr, pf, name, getattr(pf, name))
+        setattr(pf, name, value)
+
+    def forked(self, *functions):
+        """Run functions in a child process each; returns what they give.
+
+        A PreflightError gives its text. A value must be one of JSON.
+        """
+        children = []
+        for function in functions:
+            out, into = os.pipe()
+            pid = os.fork()
+            if not pid:
+                self.run_forked(function, into)
+            os.close(into)
+            children.append((pid, out))
+        found = []
+        for pid, out in children:
+            with os.fdopen(out, 'rb') as file:
+                found.append(json.loads(file.read().decode('ascii')))
+            os.waitpid(pid, 0)
+        return found
+
+    def run_forked(self, function, into):
+        """Be the child: write what function gives, and be gone."""
+        try:
+            value = function()
+        except pf.PreflightError as exc:
+            value = ' '.join((str(exc), exc.hint))
+        except BaseException as exc:
+            value = 'broken: %r' % (exc,)
+        os.write(into, json.dumps(value).encode('ascii'))
+        os._exit(0)
+
+    def as_other(self, function):
+        """Run a function without rights to what is not open to all."""
+        def run():
+            if os.geteuid() == 0:
+                os.setgroups([])
+                os.setgid(OTHER_UID)
+                os.setuid(OTHER_UID)
+            return function()
+        pf.FileLock(self.path('x'), self.world())._take  # is imported now
+        return self.forked(run)[0]
+
+    def store(self, **more):
+        """Open this test's store, closed at the end of the test."""
+        store = pf.Store(self.home, self.world(**more))
+        self.addCleanup(store.close)
+        return store
+
+    def raw(self):
+        """Connect to the database behind the program's back."""
+        con = sqlite3.connect(os.path.join(self.home, 'preflight.db'),
+                              isolation_level=None)
+        self.addCleanup(con.close)
+        return con
+
+    def count(self, table, home=None):
+        """Count the rows of a table."""
+        path = os.path.join(home or self.home, 'preflight.db')
+        with contextlib.closing(sqlite3.connect(path)) as con:
+            return con.execute('select count(*) from ' + table).fetchone()[0]
+
+    def do(self, *words, **more):
+        """Run a command in this process; returns its value."""
+        verb, options = pf.parse_argv(list(words))
+        options.progress = pf.no_progress
+        world = more.pop('world', None) or self.world(**more)
+        return pf.COMMANDS[verb].run(world, options)
+
+    def refused(self, *words, **more):
+        """Run a command that fails; returns its sentence and its hint."""
+        with self.assertRaises(pf.PreflightError) as caught:
+            self.do(*words, **more)
+        return ' '.join((str(caught.exception), caught.exception.hint))
+
+    def wait_for(self, claim):
+        """Wait until a claim holds; fails the test when it never does."""
+        end = time.monotonic() + 20
+        while not claim():
+            self.assertLess(time.monotonic(), end, 'waited in vain')
+            time.sleep(0.01)
+
+    def pids(self, name='starts'):
+        """Give the process ids that a fake server wrote at its starts."""
+        try:
+            with open(self.path(name), 'rb') as file:
+                return [int(word) for word in file.read().split()]
+        except FileNotFoundError:
+            return []
+
+    def assert_gone(self, pids):
+        """Hold processes to having ended; a zombie of init's has."""
+        for pid in pids:
+            self.wait_for(lambda: not is_running(pid))
+
+
+def is_running(pid):
+    """Tell whether a process is there and is no zombie."""
+    try:
+        os.kill(pid, 0)
+        with open('/proc/%d/stat' % pid, 'rb') as file:
+            return file.read().rpartition(b')')[2].split()[0] != b'Z'
+    except ProcessLookupError:
+        return False
+    except FileNotFoundError:   # gone between the two, or no /proc
+        return not os.path.exists('/proc/self/stat')
+
+
+class Test14World(WorldCase):
+    """The state directory, its modes, its lock."""
+
+    def test_the_first_place_that_is_given_is_the_home(self):
+        env = {'PREFLIGHT_HOME': '/p', 'STATE_DIRECTORY': '/s:/s2',
+               'XDG_STATE_HOME': '/x', 'HOME': '/h'}
+        for gone, home in (
+                ('', '/p'), ('PREFLIGHT_HOME', '/s'),
+                ('STATE_DIRECTORY', '/x/preflight'),
+                ('XDG_STATE_HOME', '/h/.preflight')):
+            env.pop(gone, None)
+            with self.subTest(sorted(env)):
+                self.assertEqual(pf.state_home(None, env), home)
+                self.assertEqual(pf.state_home('/flag', env), '/flag')
+
+    def test_what_is_no_place_is_passed_over(self):
+        for env in ({'XDG_STATE_HOME': 'x'}, {'XDG_STATE_HOME': '~/x'},
+                    {'PREFLIGHT_HOME': ''}, {'STATE_DIRECTORY': ''}):
+            with self.subTest(env):
+                self.assertEqual(pf.state_home('', dict(env, HOME='/h')),
+                                 '/h/.preflight')
+
+    def test_without_a_home_there_is_no_guess(self):
+        for env in ({}, {'HOME': ''}, {'HOME': 'h'}, {'HOME': '~'},
+                    {'XDG_STATE_HOME': 'x'}):
+            with self.subTest(env):
+                with self.assertRaises(pf.StoreError) as caught:
+                    pf.state_home(None, env)
+                self.assertIn('--home', caught.exception.hint)
+
+    def test_a_tilde_that_no_shell_expanded_is_refused(self):
+        for flag, env in (('~/x', {}), (None, {'PREFLIGHT_HOME': '~/x'}),
+                          (None, {'STATE_DIRECTORY': '~root/x'})):
+            with self.subTest(flag, **env):
+                with self.assertRaises(pf.StoreError):
+                    pf.state_home(flag, dict(env, HOME='/h'))
+
+    def test_no_home_in_the_environment_is_exit_1_and_no_tilde(self):
+        self.configure({})
+        for words in ([], ['--home=~/x']):
+            done = self.run_cli(
+                '--config', self.config, 'tools', 'preflight', 's:x', *words,
+                env={'HOME': '', 'USERPROFILE': ''}, is_placed=False)
+            self.assertEqual((done.code, done.out), (1, ''), done)
+            self.assertIn('state directory', done.err)
+        self.assertEqual(os.listdir(self.dir), ['config.json'])
+
+    def test_modes_do_not_hang_on_the_umask(self):
+        for number, umask in enumerate((0, 0o077, 0o177, 0o777)):
+            self.home = self.path(str(number), 'a', 'state')
+            before = os.umask(umask)
+            try:
+                store = self.store()
+                with store.write() as con:
+                    pf.bump_generation(con)
+                    names = sorted(os.listdir(self.home))
+                    modes = [self.mode(self.home, name) for name in names]
+            finally:
+                os.umask(before)
+            with self.subTest(umask=oct(umask)):
+                self.assertEqual(names, [
+                    'preflight.db', 'preflight.db-shm', 'preflight.db-wal',
+                    'store.lock'])
+                self.assertEqual(modes, [0o600] * 4)
+                for place in ('', 'a', 'a/state'):
+                    self.assertEqual(self.mode(self.path(str(number)),
+                                               place), 0o700)
+
+    def mode(self, *names):
+        """Give the permission bits of a path."""
+        return stat.S_IMODE(os.stat(os.path.join(*names)).st_mode)
+
+    def test_the_mode_of_a_home_that_is_there_is_left_alone(self):
+        os.mkdir(self.home)
+        os.chmod(self.home, 0o750)
+        pf.make_home(self.home)
+        self.assertEqual(self.mode(self.home), 0o750)
+
+    def test_a_home_that_is_a_file_is_named(self):
+        self.write('state', 'text')
+        for home in (self.home, os.path.join(self.home, 'below')):
+            self.home = home
+            self.assertIn(self.path('state') + ' is not a directory',
+                          self.refused('activity', 'list'))
+
+    def test_a_home_of_another_user_is_named_with_the_reason(self):
+        self.store().connect()
+        os.chmod(self.dir, 0o755)
+        for mode, home in ((0o700, self.home), (0o755, self.home),
+                           (0o755, self.path('new'))):
+            os.chmod(self.home, mode)
+            if os.geteuid():    # the owner, who has no rights to take away
+                os.chmod(self.dir, 0o555)
+                os.chmod(self.home, mode & 0o555 & ~0o200)
+            self.home, mine = home, self.home
+            with self.subTest(oct(mode), home=home):
+                why = self.as_other(lambda: self.do('activity', 'list'))
+                if os.geteuid() == 0:
+                    self.assertIn(home, why)
+                    self.assertRegex(why, 'denied|unable to open')
+            self.home = mine
+            os.chmod(self.dir, 0o755)
+            os.chmod(self.home, 0o700)
+
+    def test_the_lock_keeps_processes_apart(self):
+        path = self.write('number', '0')
+
+        def count():
+            lock = pf.FileLock(self.path('lock'), self.world())
+            for _ in range(50):
+                with lock:
+                    with open(path) as file:
+                        number = int(file.read())
+                    with open(path, 'w') as file:
+                        file.write(str(number + 1))
+        self.assertEqual(self.forked(*[count] * 4), [None] * 4)
+        with open(path) as file:
+            self.assertEqual(file.read(), '200')
+
+    def test_the_lock_is_not_waited_for_without_end(self):
+        self.patch('BUSY_TIMEOUT_MS', 60)
+        first, second = (pf.FileLock(self.path('lock'), self.world())
+                         for _ in range(2))
+        self.addCleanup(first.close)
+        self.addCleanup(second.close)
+        with first:
+            with self.assertRaises(pf.StoreError) as caught:
+                second.__enter__()
+        self.assertIn('lock was held for 60ms', str(caught.exception))
+        with second:
+            self.assertFalse(first._take())
+
+    @unittest.skipUnless(hasattr(os, 'O_PATH'), 'needs Linux')
+    def test_a_file_that_cannot_be_locked_is_not_called_busy(self):
+        lock = pf.FileLock(self.path('lock'), self.world())
+        lock.file = os.open(self.write('x', ''), os.O_PATH)
+        self.addCleanup(lock.close)
+        with self.assertRaises(pf.StoreError) as caught:
+            lock.__enter__()
+        self.assertIn('cannot lock', str(caught.exception))
+
+    @unittest.skipUnless(os.path.exists('/proc/self/mounts'), 'needs Linux')
+    def test_the_file_system_of_a_place_is_known(self):
+        self.assertEqual(pf.file_system_of('/proc'), 'proc')
+        os.symlink('/proc', self.path('link'))
+        self.assertEqual(pf.file_system_of(self.path('link')), 'proc')
+
+    def test_a_config_that_cannot_be_read_is_named(self):
+        with self.assertRaises(pf.ConfigError) as caught:
+            pf.read_bytes(self.path('none.json'))
+        self.assertEqual(
+            str(caught.exception), 'cannot read config %s: no such file or '
+            'directory' % self.path('none.json'))
+
+
+class Test15Store(WorldCase):
+    """The database: born whole, refused when it is not ours, one lock."""
+
+    def bump(self):
+        """Open the store, write once, close it."""
+        with pf.Store(self.home, self.world()) as store:
+            with store.write() as con:
+                pf.bump_generation(con)
+
+    def generation(self):
+        """Read the mark that moves with every state write."""
+        return self.raw().execute("select value from meta where "
+                                  "key='generation'").fetchone()[0]
+
+    def test_thirty_processes_create_it_at_once(self):
+        out, into = os.pipe()
+
+        def start():            # when the gate closes, all at once
+            os.close(into)
+            os.read(out, 1)
+            self.bump()
+
+        def fire():
+            os.close(into)
+        closing = threading.Timer(0.1, fire)
+        closing.start()
+        found = self.forked(*[start] * 30)
+        closing.join()
+        os.close(out)
+        self.assertEqual(found, [None] * 30)
+        self.assertEqual(self.generation(), 30)
+        self.assertEqual(self.raw().execute(
+            "select count(*) from sqlite_master where type='table' and "
+            "name='tool'").fetchone()[0], 1)
+
+    def test_nothing_is_left_beside_a_closed_database(self):
+        self.bump()
+        self.assertEqual(sorted(os.listdir(self.home)),
+                         ['preflight.db', 'store.lock'])
+
+    def test_it_is_never_seen_half_made(self):
+        self.patch('SCHEMA', pf.SCHEMA + ';create table tool(x)')
+        with self.assertRaises(pf.StoreError):
+            self.bump()
+        self.assertNotIn('preflight.db', os.listdir(self.home))
+        self.doCleanups()
+
+    def test_what_a_cut_off_creation_left_is_in_nobodys_way(self):
+        os.mkdir(self.home)
+        for name in ('preflight.db.new', 'preflight.db.new-journal',
+                     'preflight.db'):
+            self.write('state/' + name, b'')
+        self.bump()
+        self.assertEqual(self.generation(), 1)
+
+    def test_journals_of_one_that_was_moved_aside_are_not_applied(self):
+        store = self.store()
+        with store.write() as con:
+            con.execute("insert into meta values('mark', 1)")
+        kept = {}
+        for name in ('preflight.db-wal', 'preflight.db-shm'):
+            with open(os.path.join(self.home, name), 'rb') as file:
+                kept[name] = file.read()
+        store.close()
+        os.remove(os.path.join(self.home, 'preflight.db'))
+        for name, data in kept.items():
+            self.write('state/' + name, data)
+        self.bump()
+        self.assertEqual(self.count('meta'), 2)
+
+    def test_it_is_wal_and_synced(self):
+        con = self.store().connect()
+        self.assertEqual(con.execute('pragma journal_mode').fetchone()[0],
+                         'wal')
+        self.assertEqual(con.execute('pragma synchronous').fetchone()[0], 2)
+
+    def test_on_a_network_it_is_not_wal(self):
+        self.patch('file_system_of', lambda path: 'nfs4')
+        con = self.store().connect()
+        self.assertEqual(con.execute('pragma journal_mode').fetchone()[0],
+                         'delete')
+        self.bump()
+        self.assertEqual(self.generation(), 1)
+
+    def test_another_schema_is_refused(self):
+        self.bump()
+        for version in (pf.SCHEMA_VERSION + 1, 0, None, 'x'):
+            self.raw().execute("update meta set value=? where key='schema'",
+                               (version,))
+            with self.subTest(version), self.assertRaises(
+                    pf.StoreError) as caught:
+                self.bump()
+            self.assertIn('has schema %s' % version, str(caught.exception))
+        self.assertEqual(self.generation(), 1)
+
+    def test_a_damaged_database_is_named_and_left_alone(self):
+        self.bump()
+        with open(os.path.join(self.home, 'preflight.db'), 'rb') as file:
+            whole = file.read()
+        for name, data in (
+                ('garbage', b'\x5a' * 8192), ('text', b'not a database\n'),
+                ('first page', whole[:4096]), ('cut page', whole[:6000]),
+                ('cut head', whole[:50]),
+                ('zeroed', whole[:100] + b'\0' * (len(whole) - 100))):
+            self.write('state/preflight.db', data)
+            for verb in ('read', 'write'):
+                with self.subTest(name, verb=verb):
+                    with self.assertRaises(pf.StoreError) as caught:
+                        with pf.Store(self.home, self.world()) as store:
+                            with getattr(store, verb)() as con:
+                                con.execute('select * from activity')
+                    self.assertIn(self.home, str(caught.exception))
+            with open(os.path.join(self.home, 'preflight.db'), 'rb') as file:
+                self.assertEqual(file.read(), data)
+
+    def test_another_programs_database_is_refused(self):
+        os.mkdir(self.home)
+        self.raw().execute('create table theirs(x)')
+        with self.assertRaises(pf.StoreError) as caught:
+            self.bump()
+        self.assertIn('no such table', str(caught.exception))
+        self.assertIn('Move it aside', caught.exception.hint)
+
+    def test_an_empty_file_is_a_new_database(self):
+        os.mkdir(self.home)
+        self.write('state/preflight.db', b'')
+        self.bump()
+        self.assertEqual(self.generation(), 1)
+
+    def test_a_database_that_may_not_be_written_is_named(self):
+        self.bump()
+        os.chmod(self.dir, 0o755)
+        os.chmod(self.home, 0o777)
+        os.chmod(os.path.join(self.home, 'store.lock'), 0o666)
+        os.chmod(os.path.join(self.home, 'preflight.db'), 0o444)
+        why = self.as_other(self.bump)
+        self.assertIn(os.path.join(self.home, 'preflight.db'), why)
+        self.assertIn('cannot be written', why)
+
+    def test_one_that_others_hold_is_busy_and_gives_no_verdict(self):
+        self.configure({})
+        self.bump()
+        self.patch('BUSY_TIMEOUT_MS', 60)
+        other = self.raw()
+        other.execute('begin immediate')
+        self.assertIn('preflight.db is busy',
+                      self.refused('tools', 'preflight', 's:x'))
+        other.execute('rollback')
+        self.assertEqual(self.do('tools', 'preflight', 's:x').verdict,
+                         'unknown_ids')
+        self.assertEqual(self.count('activity'), 1)
+
+    def test_a_close_waits_for_the_lock_as_a_write_does(self):
+        self.patch('BUSY_TIMEOUT_MS', 60)
+        store = self.store()
+        with store.read():
+            pass
+        lock = pf.FileLock(store.lock.path, self.world())
+        self.addCleanup(lock.close)
+        with lock:
+            with self.assertRaises(pf.StoreError), store.write():
+                self.fail('two have the lock')
+            with store.read() as con:
+                con.execute('select * from tool')
+            with self.assertRaises(pf.StoreError):
+                store.close()
+
+    def test_a_failure_rolls_back_and_lets_go_of_the_lock(self):
+        store = self.store()
+        for wrong in (ValueError, KeyboardInterrupt):
+            with self.assertRaises(wrong), store.write() as con:
+                pf.bump_generation(con)
+                raise wrong
+        with self.assertRaises(pf.StoreError), store.write() as con:
+            pf.bump_generation(con)
+            con.execute('select nothing')
+        with store.write() as con:
+            pf.bump_generation(con)
+        self.assertEqual(self.generation(), 1)
+
+    def test_a_process_killed_in_a_transaction_leaves_no_trace(self):
+        self.bump()
+
+        def die():
+            store = pf.Store(self.home, self.world())
+            with store.write() as con:
+                pf.bump_generation(con)
+                os.kill(os.getpid(), signal.SIGKILL)
+        pid = os.fork()
+        if not pid:
+            die()
+        os.waitpid(pid, 0)
+        self.assertEqual(self.generation(), 1)
+        self.bump()
+        self.assertEqual(self.generation(), 2)
+
+    def test_a_read_is_one_snapshot(self):
+        self.bump()
+        store = self.store()
+        with store.read() as con:
+            seen = [con.execute('select value from meta').fetchall()]
+            self.bump()
+            seen.append(con.execute('select value from meta').fetchall())
+        self.assertEqual(seen[0], seen[1])
+
+    def test_records_do_not_move_the_generation(self):
+        self.configure({})
+        self.bump()
+        self.do('tools', 'preflight', 's:x')
+        self.assertEqual(self.generation(), 1)
+
+    def test_sql_stands_in_no_other_section(self):
+        with open(SCRIPT, encoding='utf-8') as file:
+            lines = file.read().split('\n')
+        start = next(n for n, line in enumerate(lines, 1)
+                     if line.startswith('# 15. store'))
+        end = next(n for n, line in enumerate(lines, 1)
+                   if line.startswith('# 16. audit'))
+        faults = []
+        for node in ast.walk(ast.parse('\n'.join(lines))):
+            name, text = getattr(node, 'attr', None), None
+            for part in ('value', 's'):     # of a string, by version
+                if text is None and part in node._fields:
+                    text = getattr(node, part)
+            is_sql = name in (
+                'execute', 'executemany', 'executescript') or (
+                getattr(text, 'id', '') == 'sqlite3' and name != 'Error'
+            ) or isinstance(text, str) and (re.match(
+                    r'(select|insert|update|delete|create|alter|drop|'
+                    r'pragma|vacuum) [ a-z=(*]*\Z', text.split(' from ')[0]))
+            if is_sql and not start < node.lineno < end:
+                faults.append((node.lineno, name or text))
+        self.assertEqual(faults, [])
+
+    def test_nothing_warns(self):
+        self.configure({'s': self.serve(tools=[tool()])})
+        for words in (['sync'], ['tools', 'preflight', 's:echo']):
+            done = subprocess.Popen(
+                [sys.executable, '-W', 'error', SCRIPT, '--home', self.home,
+                 '--config', self.config] + words, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, env=dict(os.environ,
+                                                 PYTHONDEVMODE='1'))
+            _, err = done.communicate(timeout=60)
+            self.assertEqual(done.returncode, 0, err)
+            self.assertNotIn(b'Warning', err)
+
+    def limited(self, size, *words):
+        """Run the program where no file may grow over a size."""
+        import resource
+        process = subprocess.Popen(
+            [sys.executable, SCRIPT, '--home', self.home, '--config',
+             self.config] + list(words), stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, preexec_fn=lambda: resource.setrlimit(
+                resource.RLIMIT_FSIZE, (size, size)))
+        out, err = process.communicate(timeout=60)
+        return Result(process.returncode, out.decode(), err.decode())
+
+    def test_a_full_disk_is_exit_1_and_no_verdict_without_a_record(self):
+        self.configure({'s': self.serve(tools=[tool()])})
+        self.do('sync')
+        kept = self.do('tools', 'list')
+        before, shown = self.count('activity'), 0
+        for size in (0, 4096, 20000, 40000):
+            done = self.limited(size, 'tools', 'preflight', 's:echo')
+            with self.subTest(size):
+                if size < 20000:
+                    self.assertEqual((done.code, done.out), (1, ''))
+                if done.code:
+                    self.assertIn(self.home, done.err)
+                    self.assertNotIn('Traceback', done.err)
+            shown += done.code == 0
+            self.assertEqual(self.count('activity'), before + shown)
+        self.assertEqual(self.do('tools', 'preflight', 's:echo').verdict,
+                         'ready')
+        self.assertEqual(self.do('tools', 'list'), kept)
+        self.assertTrue(self.do('activity', 'verify')['ok'])
+
+    def test_a_sync_on_a_full_disk_keeps_all_and_leaves_no_child(self):
+        entry = self.serve(tools=[tool()])
+        self.configure({'s': entry})
+        self.do('sync')
+        kept = self.do('tools', 'list')
+        self.serve(tools=[tool('new')], starts=self.path('starts'))
+        done = self.limited(4096, 'sync')
+        self.assertEqual((done.code, done.out), (1, ''), done)
+        self.assert_gone(self.pids())
+        self.assertEqual(self.do('tools', 'list'), kept)
+
+    def test_a_first_start_on_a_full_disk_can_be_made_good(self):
+        self.configure({})
+        done = self.limited(4096, 'tools', 'preflight', 's:x')
+        self.assertEqual((done.code, done.out), (1, ''), done)
+        self.assertEqual(self.do('tools', 'preflight', 's:x').verdict,
+                         'unknown_ids')
+
+    def test_twenty_checks_beside_a_sync_each_leave_their_record(self):
+        servers = {name: self.serve(name, tools=[tool()]) for name in 'stu'}
+        self.configure(servers)
+
+        def check(number):
+            return self.do('tools', 'preflight', 's:echo', 'u:echo',
+                           '--request-id', 'r%d' % number).verdict
+        found = self.forked(
+            lambda: [row.state for row in self.do('sync')[0]],
+            *[lambda n=n: check(n) for n in range(20)])
+        self.assertEqual(found[0], ['ready'] * 3)
+        self.assertEqual(set(found[1:]) - {'ready', 'degraded_retryable'},
+                         set())
+        rows = self.do('activity', 'list', '--type', 'preflight', '--limit',
+                       '1000')['activities']
+        self.assertEqual(sorted(row['request_id'] for row in rows),
+                         sorted('r%d' % n for n in range(20)))
+        self.assertTrue(self.do('activity', 'verify')['ok'])
+
+
+class Test16Audit(WorldCase):
+    """The chain: what was changed afterwards is found."""
+
+    def append(self, *times, **more):
+        """Append a record for each instant; returns their ids."""
+        given = dict(type='preflight', source='cli', request_id='r',
+                     actor='operator', status='success', metadata={})
+        with self.store() as store, store.write() as con:
+            return [pf.append_record(con, pf.Record(
+                **dict(given, at=at, **more))) for at in times]
+
+    def verify(self, *words):
+        """Run `activity verify`; returns its problems in one text."""
+        found = self.do('activity', 'verify', *words)
+        self.assertEqual(found['ok'], not found['problems'])
+        return '\n'.join(found['problems'])
+
+    def head(self):
+        """Give the hash of the newest record."""
+        return self.do('activity', 'head')['head']
+
+    def test_a_chain_that_was_left_alone_is_ok(self):
+        self.assertEqual(self.verify(), '')
+        self.append(1000, 2000, 2000, 1500)
+        self.assertEqual(self.verify(), '')
+        self.assertEqual(self.verify('--expect-head', self.head()), '')
+
+    def test_any_edit_is_found(self):
+        self.append(*range(1000, 1008))
+        path = os.path.join(self.home, 'preflight.db')
+        with open(path, 'rb') as file:
+            whole = file.read()
+        for change, place in (
+                ("update activity set body=replace(body, 'success', "
+                 "'blocked') where seq=3", '3'),
+                ("update activity set body='[]' where seq=3", '3'),
+                ("update activity set body='{' where seq=3", '3'),
+                ("update activity set body=body||char(233) where seq=3", '3'),
+                ("update activity set body=x'00ff' where seq=3", '3'),
+                ("update activity set body=7 where seq=3", '3'),
+                ('update activity set at=at+1 where seq=3', '3'),
+                ("update activity set at='x' where seq=3", '3'),
+                ("update activity set request_id='q' where seq=3", '3'),
+                ("update activity set type='prune' where seq=3", '3'),
+                ("update activity set status='blocked' where seq=3", '3'),
+                ("update activity set hash='0' where seq=3", '3'),
+                ("update activity set hash=x'00' where seq=3", '3'),
+                ("update activity set hash='0' where seq=1", '1'),
+                ('delete from activity where seq=4', '4 to 4'),
+                ('delete from activity where seq in (4, 5)', '4 to 5'),
+                ('delete from activity where seq<3', '3'),
+                ('update activity set seq=seq+100 where seq=8', '8 to 107'),
+                ('update activity set seq=-seq where seq=5', '-5'),
+                ('insert into activity select -1, at, request_id, type, '
+                 'status, body, hash from activity where seq=8', '-1'),
+                ("insert into activity select 9, at, request_id, type, "
+                 "status, body, hash from activity where seq=8", '9')):
+            self.write('state/preflight.db', whole)
+            con = self.raw()
+            con.execute(change)
+            con.close()
+            with self.subTest(change):
+                self.assertRegex(self.verify(), r'(?<![\w-])%s\b' % place)
+
+    def test_rows_that_changed_places_are_found(self):
+        self.append(1000, 2000, 3000)
+        con = self.raw()
+        for old, new in ((2, 9), (3, 2), (9, 3)):
+            con.execute('update activity set seq=? where seq=?', (new, old))
+        self.assertIn('record 2 ', self.verify())
+
+    def test_a_cut_tail_is_found_by_a_head_noted_earlier(self):
+        self.append(1000, 2000)
+        noted = self.head()
+        self.append(3000)
+        self.assertEqual(self.verify('--expect-head', noted), '')
+        self.raw().execute('delete from activity where seq>1')
+        self.assertEqual(self.verify(), '')
+        self.assertIn(noted, self.verify('--expect-head', noted))
+
+    def test_a_cut_tail_that_was_written_anew_is_found(self):
+        self.append(1000, 2000)
+        noted = self.head()
+        self.raw().execute('delete from activity where seq=2')
+        self.append(2001)
+        self.assertEqual(self.verify(), '')
+        self.assertIn(noted, self.verify('--expect-head', noted))
+
+    def prune(self, before):
+        """Prune the records before an instant; returns how many went."""
+        store = self.store(now=lambda: 9000)
+        return pf.prune_records(store, before, 'operator')
+
+    def test_a_prune_in_steps_can_be_verified(self):
+        self.patch('PRUNE_STEP', 3)
+        self.append(*range(1000, 1010))
+        self.assertEqual(self.prune(1008), 8)
+        self.assertEqual(self.verify(), '')
+        rows = self.do('activity', 'list')['activities']
+        self.assertEqual([row['type'] for row in rows],
+                         ['prune'] * 3 + ['preflight'] * 2)
+        self.assertEqual([row['metadata']['last_seq'] for row in rows[:3]],
+                         [8, 6, 3])
+
+    def test_after_a_prune_a_removed_record_still_shows(self):
+        self.append(*range(1000, 1010))
+        self.prune(1005)
+        self.raw().execute('delete from activity where seq=6')
+        self.assertIn('no prune record', self.verify())
+
+    def test_an_edited_prune_record_is_found(self):
+        self.append(*range(1000, 1010))
+        self.prune(1005)
+        for body in ('{', '{"metadata":7}', "{}"):
+            self.raw().execute("update activity set body=? where "
+                               "type='prune'", (body,))
+            with self.subTest(body):
+                self.assertIn('record 11 was edited', self.verify())
+
+    def test_all_but_the_trace_of_it_can_be_pruned(self):
+        self.append(1000, 2000)
+        self.assertEqual(self.prune(9000), 2)
+        self.assertEqual(self.verify(), '')
+        self.append(9001)
+        self.assertEqual(self.prune(9001), 1)
+        self.assertEqual(self.verify(), '')
+        self.assertEqual(self.count('activity'), 2)
+
+    def test_there_is_no_trace_where_nothing_was_pruned(self):
+        self.append(2000)
+        self.assertEqual(self.prune(2000), 0)
+        self.assertEqual(self.count('activity'), 1)
+
+    def test_a_head_that_was_just_pruned_still_counts(self):
+        self.append(1000, 2000)
+        noted = self.head()
+        self.append(3000)
+        self.prune(2500)
+        self.assertEqual(self.verify('--expect-head', noted), '')
+
+    def test_a_prune_keeps_what_came_before_the_end(self):
+        self.append(1000, 5000, 2000)
+        self.assertEqual(self.prune(3000), 1)
+        self.assertEqual(self.verify(), '')
+
+    def test_ids_sort_by_time_and_then_by_place(self):
+        ids = self.append(1, 255, 256, 256, 1790000000000, 1790000000001)
+        self.assertEqual(ids, sorted(set(ids)))
+        self.assertEqual(self.do('activity', 'show', ids[2])['activity'][
+            'timestamp'], '1970-01-01T00:00:00.256Z')
+
+    def test_records_are_found_by_what_they_say(self):
+        self.append(1000, 2000)
+        self.append(3000, type='sync', status='blocked', request_id='q')
+        for words, total in (
+                ([], 3), (['--type', 'sync'], 1), (['--type', 'x'], 0),
+                (['--status', 'success'], 2), (['--request-id', 'q'], 1),
+                (['--since', '1970-01-01T00:00:02Z'], 2),
+                (['--until', '1970-01-01T00:00:02Z'], 1),
+                (['--type', 'sync', '--status', 'success'], 0)):
+            with self.subTest(words):
+                found = self.do('activity', 'list', *words)
+                self.assertEqual(found['total'], total)
+                self.assertEqual(len(found['activities']), total)
+
+    def test_the_newest_records_come_first(self):
+        self.append(1000, 2000, 3000)
+        found = self.do('activity', 'list', '--limit', '1', '--offset', '1')
+        self.assertEqual(found['total'], 3)
+        self.assertEqual([row['timestamp'][17:] for row in
+                          found['activities']], ['02.000Z'])
+
+    def test_foreign_text_sinks_no_transaction(self):
+        self.configure({})
+        odd = 's:\udcff\0\u2028\U0001f600'
+        self.do('tools', 'preflight', odd)
+        row = self.do('activity', 'list')['activities'][0]
+        self.assertEqual(row['metadata']['per_tool'][0]['id'], odd)
+        self.assertEqual(self.verify(), '')
+
+    def test_a_record_goes_with_its_transaction(self):
+        with self.assertRaises(ValueError):
+            with self.store() as store, store.write() as con:
+                pf.append_record(con, pf.Record('sync', 'cli', 1, '', 'x',
+                                                'success', {}))
+                raise ValueError
+        self.assertEqual(self.count('activity'), 0)
+
+
+NOISE = 'Starting\n\n[INFO] {not json}\n12345\n\xff\xfe\x97 bytes\n'
+LIST_CHANGED = {'method': 'notifications/tools/list_changed'}
+
+
+def reply_text(tools, ending='\n', opening=''):
+    """Write a reply to tools/list as a raw answer of the fake server."""
+    return {'raw': '%s{"jsonrpc":"2.0","id":@ID@,"result":{"tools":%s}}%s' % (
+        opening, tools, ending)}
+
+
+class LookCase(WorldCase):
+    """A test that looks at a fake server."""
+
+    def serve(self, name='s', **spec):
+        """As in TempCase, with an interpreter that starts fast."""
+        entry = super().serve(name, **spec)
+        entry['args'].insert(0, '-IS')
+        return entry
+
+    def setUp(self):
+        super().setUp()
+        self.patch('GRACE_MS', 200)
+        self.patch('QUIET_MS', 40)
+
+    def server(self, entry, name='s'):
+        """Read one entry of a config of ours into a Server."""
+        path = self.configure({name: entry})
+        config = pf.read_config([(path, path, pf.read_bytes(path))])
+        server, why = pf.look_up(config, name)
+        self.assertFalse(why)
+        return server
+
+    def look(self, entry=None, limit=20, **spec):
+        """Look at a fake server, or an entry: an Observation."""
+        era, env = spec.pop('era', None), spec.pop('env', {})
+        world = self.world(env=dict(os.environ, **env),
+                           clock=spec.pop('clock', time.monotonic))
+        entry = entry or self.serve(starts=self.path('starts'), **spec)
+        end = world.clock() + limit
+        seen = pf.observe_server(self.server(entry), era, (end, end), world)
+        self.assert_gone(self.pids())
+        return seen
+
+    def names(self, seen):
+        """Give the names a look listed, which must have been a good one."""
+        self.assertEqual((seen.state, seen.detail), ('ready', ''))
+        return [item.name for item in seen.tools]
+
+    def fails(self, seen, cause, *parts):
+        """Hold a look to having failed for a cause, and to its words."""
+        self.assertEqual((seen.state, seen.cause), ('error', cause),
+                         seen.detail)
+        self.assertIsNone(seen.tools)
+        for part in parts:
+            self.assertIn(part, seen.detail)
+
+    def asked(self):
+        """List the messages that the fake server logged."""
+        with open(self.path('log')) as file:
+            return [json.loads(line) for line in file]
+
+
+class Test17Links(LookCase):
+    """One server that is our child, and all that it may do wrong."""
+
+    def test_a_server_that_does_nothing_wrong(self):
+        seen = self.look(tools=[tool('a'), tool('b')], log=self.path('log'))
+        self.assertEqual(self.names(seen), ['a', 'b'])
+        self.assertEqual((seen.protocol, seen.era, seen.warnings,
+                          seen.stderr), ('2025-11-25', 'handshake', [], ''))
+        self.assertEqual([row['method'] for row in self.asked()],
+                         ['initialize', 'notifications/initialized',
+                          'tools/list'])
+        self.assertEqual(len(self.pids()), 1)
+
+    def test_noise_on_stdout_is_counted_and_survived(self):
+        seen = self.look(noise=NOISE, tools=[tool()])
+        self.assertEqual(self.names(seen), ['echo'])
+        self.assertEqual(seen.warnings, ['5 non-protocol lines on stdout'])
+
+    def test_endless_noise_is_cut_off(self):
+        for flood in ('\n', 'x' * 2000 + '\n'):
+            with self.subTest(flood[:2]):
+                self.fails(self.look(flood=flood * 50), 'protocol',
+                           'non-protocol lines on stdout and no message')
+
+    def test_a_line_without_an_end_is_refused(self):
+        self.patch('MAX_MESSAGE_BYTES', 200000)
+        self.fails(self.look(flood='x' * 5000), 'protocol',
+                   'a message is larger than 200000 bytes')
+
+    def test_a_message_over_the_cap_is_refused(self):
+        self.patch('MAX_MESSAGE_BYTES', 200000)
+        self.fails(self.look(tools=[tool('a', 'x' * 400000)]), 'protocol',
+                   'a message is larger than 200000 bytes')
+
+    def test_a_line_of_3_mb_works(self):
+        seen = self.look(tools=[tool('big', 'A' * 3000000)])
+        self.assertEqual(self.names(seen), ['big'])
+
+    def test_a_flood_on_stderr_blocks_nobody(self):
+        seen = self.look(stderr='E x\n' * 250000 + 'end\n', tools=[tool()])
+        self.assertEqual(self.names(seen), ['echo'])
+        self.assertEqual(len(seen.stderr), pf.STDERR_TAIL_BYTES)
+        self.assertTrue(seen.stderr.endswith('E x\nend\n'))
+
+    def test_stderr_is_shown_masked_and_never_in_halves(self):
+        entry = dict(self.serve(stderr='x' * 9000 + ' my-own-thing y\n'
+                                + 'z' * (pf.STDERR_TAIL_BYTES - 8) + '\n',
+                                die='initialize'),
+                     env={'ANY': 'my-own-thing'})
+        seen = self.look(entry)
+        self.assertNotIn('thing', seen.stderr)
+        self.assertIn('*** y\n', seen.stderr)
+
+    def test_a_secret_at_the_cut_of_the_last_line_is_masked(self):
+        entry = dict(self.serve(stderr='x' * 290 + ' my-own-thing\n',
+                                die='initialize'),
+                     env={'ANY': 'my-own-thing'})
+        self.assertTrue(self.look(entry).detail.endswith('xx ***'))
+
+    def test_what_a_variable_put_into_an_argument_is_masked(self):
+        entry = self.serve(die='initialize', stderr='bad: hush-hush-1\n')
+        entry['args'].append('--with=${MY_THING}')
+        seen = self.look(entry, env={'MY_THING': 'hush-hush-1'})
+        self.fails(seen, 'exited', 'last stderr: bad: ***')
+        self.assertNotIn('hush', repr(seen))
+
+    def test_an_exit_before_initialize_is_told_at_once(self):
+        stderr = 'line\nFATAL: API_KEY is not set: sk-live-SECRET\n\n'
+        for stage in ('start', 'initialize'):
+            with self.subTest(stage):
+                self.fails(
+                    self.look(die=stage, stderr=stderr, limit=60), 'exited',
+                    'exited with code 3 before initialize; last stderr: '
+                    'FATAL: API_KEY is not set: ***')
+
+    def test_an_exit_between_initialize_and_the_list(self):
+        seen = self.look(die='tools/list', code=0, stderr='bye', limit=60)
+        self.fails(seen, 'exited', 'exited with code 0 before its list was '
+                   'complete; last stderr: bye')
+        self.assertEqual(len(self.pids()), 1)
+
+    def test_a_death_by_signal_is_told(self):
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            seen = self.look(die='initialize', signal=number, limit=60)
+            self.fails(seen, 'exited', 'killed by signal %d before '
+                       'initialize' % number)
+
+    def test_closed_output_is_told_at_once(self):
+        entry = {'command': 'sh', 'args': ['-c', 'exec >&- 2>&-; sleep 20']}
+        self.fails(self.look(entry, limit=60), 'exited', 'closed its output')
+
+    def test_a_command_that_is_not_there(self):
+        entry = {'command': 'no-such-thing', 'env': {'PATH': '/a:/b'}}
+        self.fails(self.look(entry), 'command_not_found',
+                   "command 'no-such-thing' not found; PATH was /a:/b; ")
+
+    def test_a_command_is_looked_up_in_the_servers_own_path(self):
+        os.mkdir(self.path('bin'))
+        self.serve(tools=[tool()])
+        self.script('bin/my-server')
+        for place in (self.path('bin'), 'bin', '/none:bin'):
+            entry = {'command': 'my-server', 'env': {'PATH': place}}
+            with self.subTest(place):
+                self.assertEqual(self.names(self.look(entry)), ['echo'])
+
+    def script(self, name, text='exec %s -IS %s %s'):
+        """Write a shell script that becomes the fake server."""
+        self.write(name, '#!/bin/sh\n' + text % tuple(
+            map(shlex.quote, (sys.executable, self.path('fake.py'),
+                              self.path('s.spec.json')))))
+        os.chmod(self.path(name), 0o755)
+
+    def test_a_command_with_a_slash_is_relative_to_the_config(self):
+        self.serve(tools=[tool()])
+        self.script('my-server')
+        seen = self.look({'command': './my-server'})
+        self.assertEqual(self.names(seen), ['echo'])
+
+    def test_a_command_that_cannot_be_run(self):
+        self.write('plain', 'text')
+        self.write('orphan', '#!/no/such/interpreter\n')
+        self.write('junk', b'\0\1\2')
+        os.chmod(self.path('orphan'), 0o755)
+        os.chmod(self.path('junk'), 0o755)
+        for name, why in (('./none', 'not found'),
+                          ('./plain', 'is not executable'),
+                          ('./', 'is not executable'),
+                          ('./orphan', 'no such file'),
+                          ('./junk', 'cannot be started: exec format')):
+            with self.subTest(name):
+                self.fails(self.look({'command': name}), 'command_not_found',
+                           self.path(name), why)
+
+    def test_a_directory_to_start_in_that_is_not_there(self):
+        entry = dict(self.serve(tools=[tool()]), cwd='gone')
+        self.fails(self.look(entry), 'command_not_found', self.path('gone'))
+
+    def test_bytes_no_system_takes_cost_only_this_server(self):
+        for more in ({'args': ['a\0b']}, {'env': {'A=B': 'x'}},
+                     {'env': {'A': '\ud800'}}, {'args': ['\ud800']}):
+            with self.subTest(more):
+                seen = self.look(dict({'command': 'true'}, **more))
+                self.assertEqual(seen.state, 'error')
+
+    def test_it_starts_in_its_cwd_with_its_own_environment(self):
+        os.mkdir(self.path('sub'))
+        entry = self.serve(tools=[tool()])
+        entry = {'command': 'sh', 'cwd': 'sub', 'env': {
+            'OWN': '1', 'GONE': None, 'BOTH': 'new'}, 'args': [
+                '-c', 'pwd -P > where; env > env; exec "$0" "$@"',
+                entry['command']] + entry['args']}
+        self.names(self.look(entry, env={
+            'PREFLIGHT_API_KEY': 'k', 'GONE': 'x', 'BOTH': 'old',
+            'KEPT': 'yes', 'BROWSER': 'firefox'}))
+        with open(self.path('sub', 'where')) as file:
+            self.assertEqual(file.read().strip(), self.path('sub'))
+        with open(self.path('sub', 'env')) as file:
+            env = dict(line.rstrip('\n').partition('=')[::2]
+                       for line in file)
+        self.assertEqual([env.get(name) for name in (
+            'OWN', 'GONE', 'BOTH', 'KEPT', 'BROWSER', 'PYTHONUTF8',
+            'PREFLIGHT_API_KEY')],
+            ['1', None, 'new', 'yes', 'true', '1', None])
+
+    def test_a_reply_that_is_not_utf_8_is_refused(self):
+        answer = reply_text('[{"name":"caf\xe9"}]')
+        self.fails(self.look(answers={'tools/list': answer}), 'protocol',
+                   'the reply is not UTF-8')
+
+    def test_carriage_returns_and_a_byte_order_mark_are_dropped(self):
+        answer = reply_text('[{"name":"a"}]', '\r\n', '\xef\xbb\xbf')
+        seen = self.look(answers={'tools/list': answer})
+        self.assertEqual(self.names(seen), ['a'])
+        self.assertEqual(seen.warnings, [])
+
+    def test_a_reply_cut_inside_a_character_is_put_together(self):
+        answer = reply_text('[{"name":"caf\xc3@PAUSE@\xa9"}]')
+        seen = self.look(answers={'tools/list': answer})
+        self.assertEqual(self.names(seen), ['caf\xe9'])
+
+    def test_two_messages_in_one_write_are_two(self):
+        answer = reply_text('[{"name":"a"}]', opening='{"jsonrpc":"2.0",'
+                            '"method":"notifications/message"}\n')
+        self.assertEqual(self.names(self.look(
+            answers={'tools/list': answer})), ['a'])
+
+    def test_an_answer_to_an_earlier_request_is_not_the_one(self):
+        late = {'id': 1, 'result': {'tools': [tool('late')]}}
+        seen = self.look(before={'tools/list': [late, dict(late, id=77)]},
+                         tools=[tool('now')])
+        self.assertEqual(self.names(seen), ['now'])
+
+    def test_ids_that_come_back_as_text_count(self):
+        self.assertEqual(self.names(self.look(ids='text', tools=[tool()])),
+                         ['echo'])
+
+    def test_a_server_that_does_not_echo_ids_is_refused(self):
+        for ids in ('null', 'zero'):
+            with self.subTest(ids):
+                self.fails(self.look(ids=ids, tools=[tool()]), 'protocol',
+                           'the server does not echo request ids')
+
+    def test_what_the_server_asks_is_answered_and_never_acted_upon(self):
+        self.patch('GRACE_MS', 20000)
+        asks = [{'id': word, 'method': word} for word in (
+            'ping', 'roots/list', 'elicitation/create',
+            'sampling/createMessage')]
+        no = {'code': -32601, 'message': 'Method not found'}
+        uri = {'roots': [{'uri': 'file://' + self.dir}]}
+        for client, wanted in (
+                (None, {'ping': {}, 'roots/list': no,
+                        'elicitation/create': no}),
+                ('claude-code', {'ping': {}, 'roots/list': uri,
+                                 'elicitation/create': {
+                                     'action': 'decline'}})):
+            log = self.write('log', '')
+            entry = dict(self.serve(before={'tools/list': asks}, log=log,
+                                    tools=[tool()]), client=client)
+            self.names(self.look(entry))
+            replies = {row['id']: row.get('result', row.get('error'))
+                       for row in self.asked() if 'method' not in row}
+            with self.subTest(client):
+                self.assertEqual(replies, dict(
+                    wanted, **{'sampling/createMessage': no}))
+
+    def test_a_server_that_asks_and_never_reads_is_cut_off(self):
+        self.patch('MAX_NOISE_BYTES', 20000)
+        ask = '{"jsonrpc":"2.0","id":"x","method":"ping"}\n'
+        self.fails(self.look(flood=ask * 100), 'protocol',
+                   'it does not read its input')
+
+    def test_a_storm_of_list_changed_lists_again_once(self):
+        seen = self.look(before={'tools/list': [LIST_CHANGED] * 7},
+                         tools=[tool()], log=self.path('log'))
+        self.assertEqual(self.names(seen), ['echo'])
+        self.assertEqual([row['method'] for row in self.asked()].count(
+            'tools/list'), 2)
+
+    def test_no_answer_is_a_time_out_and_the_child_is_gone(self):
+        for stage in ('initialize', 'tools/list'):
+            def clock():        # it is late once the server is asked
+                return time.monotonic() + 99 * (stage in self.methods())
+            with self.subTest(stage):
+                self.fails(self.look(
+                    sleep={stage: 60}, limit=50, log=self.write('log', ''),
+                    stderr='still busy', clock=clock), 'timeout',
+                    'no answer to %s within 1m' % stage,
+                    'last stderr: still busy')
+
+    def methods(self):
+        """List the methods that the fake server was asked so far."""
+        with open(self.path('log')) as file:
+            return re.findall('"method": "([^"]+)"', file.read())
+
+    def test_dribbling_does_not_put_the_deadline_off(self):
+        ping = '{"jsonrpc":"2.0","method":"notifications/message"}\n'
+        for flood in ('x', ping, '\n'):
+            with self.subTest(flood):
+                self.fails(self.look(flood=flood, pause=0.02, limit=0.3),
+                           'timeout', 'no answer to initialize')
+
+    def test_servers_that_do_not_want_to_end_are_ended(self):
+        for spec in ({'ignore_term': True}, {'no_eof': True},
+                     {'ignore_term': True, 'flood': 'x\n' * 50}):
+            with self.subTest(spec):
+                seen = self.look(tools=[tool()], **spec)
+                self.assertEqual(seen.state, 'error' if 'flood' in spec
+                                 else 'ready')
+
+    def test_grandchildren_are_gone_too(self):
+        for more in ({}, {'die': 'tools/list'}, {'no_eof': True}):
+            held = self.path('held')
+            self.look(grandchild=held, tools=[tool()], **more)
+            with self.subTest(more):
+                self.assert_gone(self.pids('held'))
+        inner = self.serve(grandchild=held, tools=[tool()])
+        words = [inner['command']] + inner['args']
+        seen = self.look({'command': 'sh', 'args': [
+            '-c', ' '.join(map(shlex.quote, words)) + '; true']})
+        self.assertEqual(self.names(seen), ['echo'])
+        self.assert_gone(self.pids('held'))
+
+    def test_no_descriptor_is_left_open(self):
+        self.look(tools=[tool()])
+        before = set(os.listdir('/dev/fd'))
+        self.look(tools=[tool()])
+        self.look(die='initialize')
+        self.look({'command': './none'})
+        self.look({'command': 'true', 'cwd': 'gone'})
+        self.assertEqual(len(os.listdir('/dev/fd')), len(before))
+
+    def test_where_no_descriptors_are_left_that_is_told(self):
+        import resource
+        server = self.server(self.serve(tools=[tool()]))
+
+        def starve():
+            resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+            held, found, world = [], [], self.world()
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(os.dup(0))
+            while len(found) < 12:
+                end = world.clock() + 20
+                found.append(pf.observe_server(server, None, (end, end),
+                                               world).cause)
+                os.close(held.pop())
+            return found
+        found = self.forked(starve)[0]
+        self.assertEqual((found[0], found[-1]), ('command_not_found', ''))
+        self.assertEqual(set(found), {'command_not_found', ''})
+
+    def test_a_stop_ends_the_look(self):
+        world = self.world()
+        server = self.server(self.serve(sleep={'initialize': 60},
+                                        starts=self.path('starts')))
+
+        def stop():
+            self.wait_for(self.pids)
+            world.stop.append(15)
+        thread = threading.Thread(target=stop)
+        thread.start()
+        end = world.clock() + 60
+        with self.assertRaises(pf.Interrupted):
+            pf.observe_server(server, None, (end, end), world)
+        thread.join()
+        self.assert_gone(self.pids())
+
+
+class Test18Dialogue(LookCase):
+    """The conversation, as it runs over a real child."""
+
+    DISCOVERED = {'result': {
+        'supportedVersions': ['2026-07-28'], 'capabilities': {'tools': {}},
+        'resultType': 'complete'}}
+
+    def test_pages_are_put_together(self):
+        seen = self.look(pages={
+            'first': {'tools': [tool('a')], 'nextCursor': '2'},
+            '2': {'tools': [tool('b')], 'nextCursor': None}})
+        self.assertEqual(self.names(seen), ['a', 'b'])
+
+    def test_cursors_that_never_end_are_a_failed_look(self):
+        stuck = {'tools': [tool()], 'nextCursor': '8'}
+        for pages in ({'first': stuck, '8': stuck}, {
+                'first': dict(stuck, nextCursor='A'),
+                'A': {'tools': [tool('a')], 'nextCursor': 'B'},
+                'B': {'tools': [tool('b')], 'nextCursor': 'A'}}):
+            with self.subTest(sorted(pages)):
+                self.fails(self.look(pages=pages), 'protocol',
+                           'pagination loop: a cursor was repeated after ')
+
+    def test_a_list_of_too_many_pages_is_a_failed_look(self):
+        self.patch('MAX_PAGES', 3)
+        pages = {str(n): {'tools': [tool('t%d' % n)],
+                          'nextCursor': str(n + 1)} for n in range(9)}
+        pages['first'] = pages['0']
+        self.fails(self.look(pages=pages), 'protocol', 'over 3 pages')
+
+    def test_versions_are_negotiated(self):
+        for spoken, is_good in (('2024-11-05', True), ('2025-06-18', True),
+                                ('2099-01-01', False), (7, False)):
+            seen = self.look(version=spoken, tools=[tool()])
+            with self.subTest(spoken):
+                if is_good:
+                    self.assertEqual(seen.protocol, spoken)
+                else:
+                    self.fails(seen, 'protocol', 'the server speaks %s, we '
+                               'know 2025-11-25' % spoken)
+
+    def test_a_version_that_the_refusal_lists_is_taken(self):
+        refusal = {'error': {'code': -32602, 'message': 'no', 'data': {
+            'supported': ['2024-11-05'], 'requested': '2025-11-25'}}}
+        self.fails(self.look(answers={'initialize': refusal},
+                             log=self.path('log')), 'protocol', '-32602')
+        self.assertEqual([row['params'].get('protocolVersion') for row in
+                          self.asked()], ['2025-11-25', '2024-11-05', None])
+
+    def modern(self, code=-32601):
+        """What a server does that knows the stateless revision alone."""
+        refusal = {'error': {'code': code, 'message': 'no', 'data': {
+            'supported': ['2026-07-28']}}}
+        return dict(answers={'initialize': refusal,
+                             'server/discover': self.DISCOVERED},
+                    tools=[tool()], log=self.path('log'))
+
+    def test_discover_follows_on_the_same_process(self):
+        for code in (-32601, -32602, -32022, -32000):
+            self.write('starts', '')
+            seen = self.look(**self.modern(code))
+            with self.subTest(code):
+                self.assertEqual(self.names(seen), ['echo'])
+                self.assertEqual((seen.protocol, seen.era),
+                                 ('2026-07-28', 'modern'))
+                self.assertEqual(len(self.pids()), 1)
+        meta = self.asked()[-1]['params']['_meta']
+        self.assertEqual(meta['io.modelcontextprotocol/protocolVersion'],
+                         '2026-07-28')
+
+    def test_one_that_dies_of_initialize_is_started_once_more(self):
+        seen = self.look(die='initialize', answers={
+            'server/discover': self.DISCOVERED}, tools=[tool()])
+        self.assertEqual(self.names(seen), ['echo'])
+        self.assertEqual(seen.era, 'modern')
+        self.assertEqual(len(self.pids()), 2)
+
+    def test_one_that_dies_of_both_is_told_by_the_first(self):
+        self.fails(self.look(die='start'), 'exited',
+                   'exited with code 3 before initialize')
+        self.assertEqual(len(self.pids()), 2)
+
+    def test_an_era_that_is_remembered_comes_first(self):
+        self.names(self.look(era='modern', **self.modern()))
+        self.assertEqual([row['method'] for row in self.asked()],
+                         ['server/discover', 'tools/list'])
+
+    def test_a_remembered_era_that_is_over_is_left(self):
+        for spec in ({}, {'die': 'server/discover'}):
+            self.write('starts', '')
+            seen = self.look(era='modern', tools=[tool()], **spec)
+            with self.subTest(spec):
+                self.assertEqual(self.names(seen), ['echo'])
+                self.assertEqual(seen.era, 'handshake')
+                self.assertEqual(len(self.pids()), 2)
+
+    def test_one_malformed_tool_costs_itself_alone(self):
+        seen = self.look(tools=[
+            tool('good'), {'name': 'bad', 'inputSchema': None},
+            {'description': 'no name'}, 'text', tool('good2'),
+            {'name': 'odd', 'inputSchema': {'required': None, 'anyOf': []}}])
+        self.assertEqual(self.names(seen), ['good', 'bad', 'good2', 'odd'])
+        self.assertEqual(len(seen.warnings), 2)
+        self.assertIn('tool 2 of the list is skipped', seen.warnings[0])
+
+    def test_no_tools_capability_is_an_empty_list(self):
+        for more in ({'capabilities': {}}, {'answers': {'tools/list': {
+                'error': {'code': -32601, 'message': 'no'}}}}):
+            with self.subTest(more):
+                self.assertEqual(self.names(self.look(**more)), [])
+
+    def test_errors_are_told_with_their_words(self):
+        for answer, part in (
+                ({'error': {'code': -32000, 'message': 'no licence'}},
+                 'tools/list failed with error -32000: no licence'),
+                ({'error': 'x'}, 'an error without a reason'),
+                ({'result': {'tools': {}}}, 'tools/list gave no list'),
+                ({'result': []}, 'cannot be used'),
+                ({'result': {'tools': [], 'resultType': 'task'}},
+                 'unknown type task')):
+            with self.subTest(answer):
+                self.fails(self.look(answers={'tools/list': answer}),
+                           'protocol', part)
+
+
+class SyncCase(LookCase):
+    """A test of whole syncs, in this process, on one server `s`."""
+
+    def sees(self, *tools, **spec):
+        """Have `s` list these tools and look at it; returns its Row."""
+        entry = self.serve(tools=list(tools), **spec)
+        if not os.path.exists(self.config):
+            self.configure({'s': entry})
+        return self.one('sync')
+
+    def one(self, *words, **more):
+        """Sync; returns the only Row."""
+        rows, _ = self.do(*words, **more)
+        self.assertEqual(len(rows), 1)
+        return rows[0]
+
+    def gate(self, *ids, **more):
+        """Check ids; returns their reasons, 'ready' for none."""
+        report = self.do('tools', 'preflight', *ids, **more)
+        self.answers = report.answers
+        return [answer.reason or 'ready' for answer in report.answers]
+
+    def status(self, name='echo'):
+        """Give the status of a tool as `tools list` shows it."""
+        return {row['name']: row['status']
+                for row in self.do('tools', 'list')}[name]
+
+    def approve(self, *ids):
+        """Approve tools as they are now."""
+        return self.do('tools', 'approve', '--yes', *ids)
+
+    def news(self, row):
+        """Give what a Row says has changed."""
+        return row.added, row.changed, row.vanished, row.baseline
+
+
+class Test18Sync(SyncCase):
+    """Leases, looks side by side, signals, what is never started."""
+
+    def toucher(self, **more):
+        """Make an entry that leaves a file behind when it is started."""
+        return dict({'command': 'sh', 'args': ['-c', 'touch "$0"; true',
+                                               self.path('ran')]}, **more)
+
+    def assert_not_run(self):
+        """Hold the toucher to never having been started."""
+        self.assertFalse(os.path.exists(self.path('ran')))
+
+    def test_what_is_switched_off_never_starts(self):
+        for more, state in (
+                ({'disabled': True}, 'disabled'),
+                ({'enabled': False}, 'disabled'),
+                ({'enabled': True, 'disabled': True}, 'disabled'),
+                ({'quarantined': True}, 'quarantined')):
+            self.configure({'s': self.toucher(**more)})
+            with self.subTest(more):
+                self.assertEqual(self.one('sync').state, state)
+                self.assert_not_run()
+                self.assertEqual(self.gate('s:x'), ['server_' + state])
+
+    def test_a_switch_keeps_it_off_and_puts_it_on(self):
+        self.configure({'s': self.toucher()})
+        for verb, state in (('disable', 'disabled'),
+                            ('quarantine', 'quarantined')):
+            self.do('servers', verb, 's')
+            self.assertEqual(self.one('sync').state, state)
+            self.assert_not_run()
+            self.do('servers', 'enable', 's')
+            self.do('servers', 'approve', 's', '--yes')
+        self.assertEqual(self.one('sync').state, 'error')
+        self.assertTrue(os.path.exists(self.path('ran')))
+
+    def test_a_config_that_changed_ends_a_switch_and_that_is_told(self):
+        self.configure({'s': self.toucher(enabled=False)})
+        self.do('servers', 'enable', 's')
+        self.configure({'s': self.toucher(enabled=True)})
+        self.one('sync')
+        self.configure({'s': self.toucher(enabled=False)})
+        os.remove(self.path('ran'))
+        self.assertEqual(self.one('sync').state, 'disabled')
+        self.assert_not_run()
+
+    def test_dead_switches_are_told_outside_the_lock(self):
+        self.configure({'s': self.toucher(enabled=False)})
+        self.do('servers', 'enable', 's')
+        self.configure({'s': self.toucher(enabled=True)})
+        lock = pf.FileLock(os.path.join(self.home, 'store.lock'),
+                           self.world())
+        self.addCleanup(lock.close)
+        told = []
+
+        def tell(line):
+            with lock:
+                told.append(line)
+        self.patch('BUSY_TIMEOUT_MS', 200)
+        self.do('sync', tell=tell)
+        self.assertIn('s: enabled is now true in the config', told[0])
+
+    def test_a_config_that_lies_about_is_never_used(self):
+        self.write('.mcp.json', json.dumps(
+            {'mcpServers': {'s': self.toucher()}}))
+        for words in (['tools', 'preflight', '--sync', 's:x'], ['sync'],
+                      ['sync', 's'], ['servers', 'list']):
+            done = self.run_cli(*words, is_placed=False, env={
+                'HOME': self.dir})
+            with self.subTest(words):
+                self.assertEqual((done.code, done.out), (1, ''))
+                self.assertIn('.mcp.json', done.err)
+                self.assert_not_run()
+
+    def test_an_unresolved_variable_starts_nothing(self):
+        self.configure({
+            's': self.toucher(env={'K': '${NO_SUCH}', 'L': '${HUSH_THING}'}),
+            'good': self.serve(tools=[tool()])})
+        world = self.world(env={'HUSH_THING': 'hush-hush', 'PATH': '/bin'})
+        rows, _ = self.do('sync', world=world)
+        self.assertEqual([row.state for row in rows], ['error', 'ready'])
+        self.assertEqual(rows[0].cause, 'unresolved')
+        self.assertIn('NO_SUCH (env.K)', rows[0].detail)
+        self.assertNotIn('hush', repr(rows) + repr(self.told))
+        self.assert_not_run()
+        with open(os.path.join(self.home, 'preflight.db'), 'rb') as file:
+            self.assertNotIn(b'hush-hush', file.read())
+
+    def test_foreign_text_costs_the_sync_nothing(self):
+        odd = {'code': 1, 'message': 'a\ud800\0b' + 'x' * 5000}
+        row = self.sees(answers={'initialize': {'error': odd}})
+        self.assertEqual(row.cause, 'protocol')
+        shown = self.do('servers', 'show', 's')
+        self.assertIn('a\\ud800', shown['detail'])
+        self.assertLessEqual(len(shown['detail']), 1100)
+
+    def test_a_ttl_no_database_holds_is_cut(self):
+        row = self.sees(answers={'tools/list': {'result': {
+            'tools': [tool()], 'ttlMs': 10 ** 40}}})
+        self.assertEqual(row.state, 'ready')
+        self.assertEqual(self.raw().execute('select ttl from server')
+                         .fetchone()[0], pf.MAX_TTL_MS)
+
+    def test_names_no_database_holds_are_skipped(self):
+        row = self.sees(tool('\ud800'), tool('a\0b'), tool())
+        self.assertEqual((row.state, row.tools), ('ready', 1))
+
+    def test_sixteen_are_looked_at_side_by_side_and_no_more(self):
+        guard, running, most = threading.Lock(), [], []
+        full = threading.Event()
+
+        def look(server, era, deadlines, world):
+            with guard:
+                running.append(server)
+                most.append(len(running))
+                if len(running) == 16:
+                    full.set()
+            full.wait(20)
+            time.sleep(0.02)
+            with guard:
+                running.remove(server)
+            return pf.Observation('error', 'exited', 'x', None, None, 0,
+                                  None, {}, [], '')
+        self.patch('observe_server', look)
+        self.configure({'s%d' % n: {'command': 'true'} for n in range(20)})
+        rows, _ = self.do('sync')
+        self.assertEqual([row.server for row in rows],
+                         ['s%d' % n for n in range(20)])
+        self.assertEqual(max(most), 16)
+
+    def test_a_fault_of_ours_costs_one_server(self):
+        def look(server, era, deadlines, world):
+            raise KeyError('oops')
+        self.patch('observe_server', look)
+        self.configure({'s': {'command': 'true'}})
+        row = self.one('sync')
+        self.assertEqual(row.cause, 'protocol')
+        self.assertIn('oops', row.detail)
+
+    def leased(self, start, span, owner='other'):
+        """Have another's sync look at `s` from an instant on."""
+        if not os.path.exists(self.config):
+            self.configure({'s': self.serve(tools=[tool()])})
+        config = pf.load_config(self.world())
+        server, _ = pf.look_up(config, 's')
+        with self.store() as store, store.write() as con:
+            pf.take_lease(con, 's', server.file, (
+                start, start + span, pf.launch_digest(server), owner))
+        return server
+
+    def test_two_syncs_at_once_start_a_server_once(self):
+        self.configure({'s': self.serve(
+            tools=[tool()], starts=self.path('starts'),
+            sleep={'initialize': 0.4})})
+        words = [sys.executable, SCRIPT, '--home', self.home, '--config',
+                 self.config, 'sync', '-o', 'json']
+        jobs = [subprocess.Popen(words, stdout=subprocess.PIPE,
+                                 stderr=subprocess.DEVNULL)
+                for _ in range(2)]
+        found = [json.loads(job.communicate(timeout=60)[0].decode())
+                 ['servers'][0] for job in jobs]
+        self.assertEqual([(row['state'], row['tools']) for row in found],
+                         [('ready', 1)] * 2)
+        self.assertEqual(len(self.pids()), 1)
+
+    def test_the_gate_tells_of_a_sync_under_way(self):
+        now = int(time.time() * 1000)
+        self.leased(now - 1000, 60000)
+        self.assertEqual(self.gate('s:echo'), ['server_initializing'])
+        self.assertIn('under way', self.answers[0].detail)
+
+    def test_leases_that_ran_out_hold_nobody_up(self):
+        now = int(time.time() * 1000)
+        for start, span in ((now - 60000, 59000), (now + 600000, 60000)):
+            self.leased(start, span)
+            with self.subTest(start - now):
+                self.assertEqual(self.gate('s:echo'), ['server_unhealthy'])
+                self.assertEqual(self.answers[0].cause, 'interrupted')
+                self.assertEqual(self.one('sync').state, 'ready')
+                self.assertEqual(self.gate('s:echo'), ['ready'])
+            os.remove(os.path.join(self.home, 'preflight.db'))
+
+    def test_a_lease_that_is_given_back_or_runs_out_is_waited_for(self):
+        for is_given_back in (True, False):
+            now = int(time.time() * 1000)
+            server = self.leased(now, 30000 if is_given_back else 300)
+
+            def give_back():
+                time.sleep(0.2)
+                with pf.Store(self.home, self.world()) as store:
+                    with store.write() as con:
+                        pf.drop_lease(con, 's', server.file, 'other')
+            thread = threading.Thread(target=give_back)
+            if is_given_back:
+                thread.start()
+            with self.subTest(is_given_back):
+                self.assertEqual(self.one('sync').state, 'ready')
+            if is_given_back:
+                thread.join()
+
+    def test_the_result_of_anothers_look_is_taken(self):
+        server = self.leased(int(time.time() * 1000), 30000)
+        self.serve(starts=self.path('starts'), tools=[tool()])
+
+        def finish():
+            time.sleep(0.2)
+            with pf.Store(self.home, self.world()) as store:
+                with store.read() as con:
+                    known, _ = pf.load_known(con, pf.load_config(
+                        self.world()), 's')
+                pf.save_observation(store, known, pf.Observation(
+                    'error', 'exited', 'exited with code 9', None, None, 0,
+                    None, {}, [], ''), 'other')
+        thread = threading.Thread(target=finish)
+        thread.start()
+        row = self.one('sync')
+        thread.join()
+        self.assertEqual((row.state, row.detail),
+                         ('error', 'exited with code 9'))
+        self.assertEqual(self.pids(), [])
+        self.assertEqual(server.name, 's')
+
+    def test_a_late_result_leaves_anothers_lease_alone(self):
+        now = int(time.time() * 1000)
+        server = self.leased(now, 30000, 'new owner')
+        store = self.store()
+        with store.read() as con:
+            known, _ = pf.load_known(con, pf.load_config(self.world()), 's')
+        pf.save_observation(store, known, pf.Observation(
+            'error', 'exited', 'x', None, None, 0, None, {}, [], ''), 'old')
+        with store.read() as con:
+            self.assertEqual(pf.load_link(con, 's', server.file)[1],
+                             'new owner')
+
+    def test_a_result_is_written_for_its_own_file_and_launch(self):
+        entry = self.serve(tools=[tool()])
+        self.configure({'s': entry})
+        self.one('sync')
+        other = self.write('other.json', json.dumps(
+            {'mcpServers': {'s': entry}}))
+        self.assertEqual(self.gate('s:echo', configs=(other,)),
+                         ['server_initializing'])
+        self.assertEqual(self.gate('s:echo'), ['ready'])
+
+    def test_a_failed_look_of_one_costs_the_others_nothing(self):
+        self.configure({
+            'dead': self.serve('dead', die='start'),
+            's': self.serve(tools=[tool()]),
+            'slow': self.serve('slow', sleep={'initialize': 60})})
+        rows, _ = self.do('sync', '--timeout', '500ms')
+        self.assertEqual([(row.server, row.state, row.cause) for row in rows],
+                         [('dead', 'error', 'exited'), ('s', 'ready', ''),
+                          ('slow', 'error', 'timeout')])
+
+    def test_a_store_that_fails_ends_the_other_looks_at_once(self):
+        self.configure({
+            's': self.serve(tools=[tool()]),
+            'slow': self.serve('slow', sleep={'initialize': 300},
+                               starts=self.path('starts'))})
+        taken = []
+
+        def save(*given):
+            self.wait_for(self.pids)
+            raise pf.StoreError('full')
+        self.patch('save_observation', save)
+        world = self.world()
+        with self.assertRaises(pf.StoreError):
+            self.do('sync', world=world)
+        self.assert_gone(self.pids())
+        self.assertEqual((world.stop, taken), ([], []))
+        self.assertEqual(self.count('server where lease_until is not null'),
+                         0)
+
+    def test_old_records_are_pruned_by_a_sync_and_not_by_a_check(self):
+        self.configure({'s': self.serve(tools=[tool()])},
+                       activity_retention='1h')
+        self.one('sync')
+        later = int(time.time() * 1000) + 7200000
+        self.do('tools', 'preflight', 's:echo', now=lambda: later)
+        self.assertEqual(self.count("activity where type='sync'"), 1)
+        self.do('sync', now=lambda: later)
+        self.assertEqual(self.count("activity where type='sync'"), 0)
+        self.assertTrue(self.do('activity', 'verify')['ok'])
+
+
+class Test18Signals(LookCase):
+    """A sync that is asked to end: 128 + n, and nothing left behind."""
+
+    def start(self, name, *words, **spec):
+        """Start the program on a slow server; returns what to check."""
+        home, starts = self.path(name), self.path(name + '.starts')
+        entry = self.serve(name, starts=starts, **dict(
+            {'sleep': {'initialize': 60}}, **spec))
+        config = self.write(name + '.json', json.dumps(
+            {'mcpServers': {'s': entry}}))
+        job = subprocess.Popen(
+            [sys.executable, SCRIPT, '--home', home, '--config', config]
+            + list(words or ['sync']), stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, preexec_fn=self.reset_signals)
+        return job, name, home
+
+    def reset_signals(self):
+        """Have the child hear signals, however this suite was started."""
+        for name in ('SIGINT', 'SIGTERM', 'SIGHUP'):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+
+    def test_signals_end_it_with_128_and_their_number(self):
+        jobs = [
+            (self.start('int'), [signal.SIGINT], 130),
+            (self.start('term', ignore_term=True), [signal.SIGTERM], 143),
+            (self.start('hup', no_eof=True, grandchild=self.path('held')),
+             [signal.SIGHUP], 129),
+            (self.start('twice', ignore_term=True),
+             [signal.SIGTERM, signal.SIGINT, signal.SIGTERM], 143),
+            (self.start('gate', 'tools', 'preflight', '--sync', 's:x'),
+             [signal.SIGTERM], 143)]
+        for (job, name, _), signals, _ in jobs:
+            self.wait_for(lambda: self.pids(name + '.starts'))
+            for number in signals:
+                job.send_signal(number)
+                time.sleep(0.1 if len(signals) > 1 else 0)
+        for (job, name, home), _, code in jobs:
+            out, err = job.communicate(timeout=60)
+            with self.subTest(name):
+                self.assertEqual((job.returncode, out), (code, b''), err)
+                self.assertNotIn(b'Traceback', err)
+                self.assert_gone(self.pids(name + '.starts'))
+                self.assertEqual(self.count(
+                    'server where lease_until is not null', home), 0)
+                self.home = home
+                with self.store().write() as con:
+                    pf.bump_generation(con)
+        self.assert_gone(self.pids('held'))
+
+    def test_one_that_comes_when_all_is_seen_still_counts(self):
+        self.configure({'s': self.serve(tools=[tool()])})
+        world = self.world()
+
+        def prune(*given):
+            world.stop.append(signal.SIGTERM)
+        self.patch('prune_records', prune)
+        with self.assertRaises(pf.Interrupted) as caught:
+            self.do('sync', world=world)
+        self.assertEqual(caught.exception.number, signal.SIGTERM)
+        self.assertEqual(self.count('tool'), 1)
+
+    def test_a_second_one_does_not_cut_off_the_first(self):
+        stops = pf.Stops()
+        with self.assertRaises(pf.Interrupted):
+            stops.handle(15, None)
+        stops.handle(2, None)
+        self.assertEqual(stops, [15, 2])
+
+
+class Test18Trust(SyncCase):
+    """What the life cycle of contract 10 comes to, sync by sync."""
+
+    def test_the_first_list_is_the_baseline_and_that_is_told(self):
+        row = self.sees(tool(), tool('b'))
+        self.assertEqual(self.news(row), ([], [], [], True))
+        self.assertIn('trusted on first use: 1 server, 2 tools; nothing to '
+                      'compare with. Keep the state directory %s.'
+                      % self.home, self.told)
+        self.assertEqual(self.gate('s:echo', 's:b'), ['ready', 'ready'])
+        record = self.do('activity', 'list', '--type', 'sync')['activities']
+        self.assertTrue(record[0]['metadata']['baseline'])
+
+    def test_an_unchanged_server_is_no_news(self):
+        self.sees(tool(), tool('b'))
+        before = self.do('tools', 'list'), self.count('activity')
+        row = self.sees(tool('b'), tool())
+        self.assertEqual(self.news(row), ([], [], [], False))
+        self.assertEqual(self.told, [])
+        after = self.do('tools', 'list'), self.count('activity')
+        for rows in before[0], after[0]:
+            for item in rows:
+                item.pop('last_seen')
+        self.assertEqual(after, before)
+
+    def test_twenty_syncs_change_nothing(self):
+        self.sees(tool())
+        for _ in range(20):
+            self.one('sync')
+        self.assertEqual(self.gate('s:echo'), ['ready'])
+        self.assertEqual([self.count(table) for table in (
+            'tool', 'approved', 'launch', 'definition', 'server')], [1] * 5)
+        self.assertEqual(self.count("activity where type='sync'"), 1)
+
+    def test_a_tool_that_comes_later_is_pending(self):
+        self.sees(tool())
+        row = self.sees(tool(), tool('new'))
+        self.assertEqual(self.news(row), (['new'], [], [], False))
+        self.assertEqual(self.gate('s:echo', 's:new'),
+                         ['ready', 'tool_pending_approval'])
+        self.assertEqual(self.news(self.one('sync')), ([], [], [], False))
+        self.approve('s:new')
+        self.assertEqual(self.gate('s:new'), ['ready'])
+
+    def test_a_changed_tool_is_changed_until_it_is_back(self):
+        self.sees(tool())
+        row = self.sees(tool(description='other'))
+        self.assertEqual(self.news(row), ([], ['echo'], [], False))
+        for _ in range(2):
+            self.assertEqual(self.gate('s:echo'), ['tool_changed'])
+            self.assertEqual(self.news(self.one('sync')),
+                             ([], [], [], False))
+        self.assertEqual(self.news(self.sees(tool()))[1], ['echo'])
+        self.assertEqual(self.gate('s:echo'), ['ready'])
+
+    def test_only_an_approve_moves_what_is_approved(self):
+        self.sees(tool())
+        self.sees(tool(description='other'))
+        self.approve('s:echo')
+        self.assertEqual(self.gate('s:echo'), ['ready'])
+        self.sees(tool())
+        self.assertEqual(self.gate('s:echo'), ['tool_changed'])
+
+    def test_one_that_vanished_and_returns_changed_is_changed(self):
+        self.sees(tool(), tool('b'))
+        self.assertEqual(self.sees(tool('b')).vanished, ['echo'])
+        self.assertEqual(self.gate('s:echo'), ['not_found'])
+        self.assertEqual(
+            self.news(self.sees(tool('b'), tool(description='x'))),
+            ([], ['echo'], [], False))
+        self.assertEqual(self.gate('s:echo'), ['tool_changed'])
+        self.sees(tool('b'), tool())
+        self.assertEqual(self.gate('s:echo'), ['ready'])
+
+    def test_two_of_a_name_that_differ_gate_in_every_mode(self):
+        for top, more in (({}, {}), ({'quarantine_enabled': False}, {}),
+                          ({}, {'trust_mode': 'auto'})):
+            self.configure({'s': dict(self.serve(), **more)}, **top)
+            self.sees(tool(), tool('b'))
+            self.sees(tool(), tool(description='other'), tool('b'))
+            with self.subTest(top, **more):
+                self.assertEqual(self.gate('s:echo', 's:b'),
+                                 ['tool_changed', 'ready'])
+                self.assertIsNone(self.answers[0].hash)
+                self.assertIn('advertised twice', self.refused(
+                    'tools', 'approve', '--yes', 's:echo'))
+            self.sees(tool(), tool('b'))
+            self.assertEqual(self.gate('s:echo'), ['ready'])
+
+    def test_two_of_a_name_alike_are_one_with_a_warning(self):
+        row = self.sees(tool(), tool())
+        self.assertEqual((row.tools, self.gate('s:echo')), (1, ['ready']))
+        self.assertIn('alike', row.notes[0])
+
+    def test_a_refused_definition_of_a_known_tool_is_changed(self):
+        for mode in ('manual', 'auto'):
+            self.configure({'s': dict(self.serve(), trust_mode=mode)})
+            self.sees(tool(), tool('b'))
+            self.sees(answers={'tools/list': reply_text(
+                '[{"name":"echo","inputSchema":{"x":NaN}},%s]'
+                % json.dumps(tool('b')))})
+            with self.subTest(mode):
+                self.assertEqual(self.gate('s:echo', 's:b'),
+                                 ['tool_changed', 'ready'])
+                self.assertIn('efinition refused', self.answers[0].detail)
+                self.assertIn('efinition refused', self.refused(
+                    'tools', 'approve', '--yes', 's:echo'))
+            self.sees(tool(), tool('b'))
+            self.assertEqual(self.gate('s:echo'), ['ready'])
+
+    def test_a_refused_definition_of_an_unknown_tool_is_not_listed(self):
+        self.sees(tool())
+        row = self.sees(answers={'tools/list': reply_text(
+            '[%s,{"name":"new","title":"a","title":"b"}]'
+            % json.dumps(tool()))})
+        self.assertEqual((row.tools, self.news(row)),
+                         (1, ([], [], [], False)))
+        self.assertEqual(self.gate('s:echo', 's:new'),
+                         ['ready', 'not_found'])
+        self.assertIn('definition refused: the key "title" stands twice',
+                      self.answers[1].detail)
+        self.sees(tool(), tool('new'))
+        self.assertEqual(self.gate('s:new'), ['tool_pending_approval'])
+
+    def test_an_empty_list_keeps_the_old_one(self):
+        self.sees(tool())
+        for spec in ({}, {'capabilities': {}}):
+            row = self.sees(**spec)
+            with self.subTest(spec):
+                self.assertEqual((row.state, row.cause, row.tools),
+                                 ('error', 'no_tools', 1))
+                self.assertEqual(self.gate('s:echo'), ['server_unhealthy'])
+        self.sees(tool())
+        self.assertEqual(self.gate('s:echo'), ['ready'])
+
+    def test_an_empty_list_where_none_was_known_is_ready(self):
+        row = self.sees(capabilities={})
+        self.assertEqual((row.state, row.tools, row.baseline),
+                         ('ready', 0, False))
+        self.assertEqual(self.gate('s:echo'), ['not_found'])
+        self.assertTrue(self.sees(tool()).baseline)
+        self.assertEqual(self.gate('s:echo'), ['ready'])
+
+    def test_a_failed_look_changes_no_tool_and_no_approval(self):
+        self.sees(tool())
+        self.sees(tool(), tool('new'))
+        before = self.do('tools', 'list')
+        stuck = {'tools': [tool('other')], 'nextCursor': '8'}
+        for spec in ({'die': 'initialize'}, {'die': 'tools/list'},
+                     {'pages': {'first': stuck, '8': stuck}},
+                     {'answers': {'tools/list': {'error': {'code': 1}}}}):
+            self.assertEqual(self.sees(**spec).state, 'error')
+            with self.subTest(spec):
+                self.assertEqual(self.do('tools', 'list'), before)
+                self.assertEqual(self.gate('s:echo', 's:new'), [
+                    'server_unhealthy', 'tool_pending_approval'])
+        self.assertEqual(self.count('approved'), 1)
+
+    def test_key_order_and_10_or_10_0_is_no_change(self):
+        schema = '{"type":"object","properties":{"b":{},"a":{"max":%s}}}'
+        turned = '{"properties":{"a":{"max":%s},"b":{}},"type":"object"}'
+        for text in (schema % '10', turned % '10.0', schema % '1e1'):
+            row = self.sees(answers={'tools/list': reply_text(
+                '[{"name":"echo","inputSchema":%s}]' % text)})
+            with self.subTest(text):
+                self.assertEqual((row.state, row.changed), ('ready', []))
+                self.assertEqual(self.gate('s:echo'), ['ready'])
+
+    def test_hints_that_flap_gate_only_while_they_are_riskier(self):
+        safe = tool(annotations={'readOnlyHint': True})
+        for n in range(4):
+            row = self.sees(safe if n % 2 == 0 else tool())
+            with self.subTest(n):
+                self.assertEqual(row.changed, ['echo'] if n % 2 else [])
+                self.assertEqual(self.gate('s:echo'), [
+                    'tool_changed' if n % 2 else 'ready'])
+
+    def test_a_safer_hint_is_no_change_and_is_what_filters_read(self):
+        self.sees(tool())
+        self.assertEqual(self.gate('s:echo', '--read-only-only'),
+                         ['missing_annotation'])
+        self.assertEqual(self.sees(tool(annotations=SAFE)).changed, [])
+        self.assertEqual(self.gate('s:echo', '--read-only-only'), ['ready'])
+
+    def test_mode_auto_approves_as_they_come_with_a_record_each(self):
+        self.configure({'s': dict(self.serve(), trust_mode='auto')})
+        self.sees(tool())
+        self.sees(tool(description='other'), tool('new'))
+        self.assertEqual(self.gate('s:echo', 's:new'), ['ready', 'ready'])
+        self.assertEqual(self.status(), 'approved')
+        self.assertEqual(self.count("activity where type='sync'"), 2)
+
+    def test_with_quarantine_off_statuses_are_kept_and_do_not_gate(self):
+        self.configure({'s': self.serve()}, quarantine_enabled=False)
+        self.sees(tool())
+        self.sees(tool(description='other'), tool('new'))
+        self.assertEqual(self.gate('s:echo', 's:new'), ['ready', 'ready'])
+        self.assertEqual([self.status(), self.status('new')],
+                         ['changed', 'pending'])
+
+    def relaunch(self, *more):
+        """Change the launch of `s` by more arguments."""
+        entry = self.serve(tools=[tool()], starts=self.path('starts'))
+        entry['args'] += more
+        self.configure({'s': entry})
+
+    def test_another_launch_is_quarantined_at_once_and_not_started(self):
+        for top, mode in (({}, 'manual'), ({}, 'auto'),
+                          ({'quarantine_enabled': False}, 'manual')):
+            entry = self.serve(tools=[tool()], starts=self.path('starts'))
+            self.configure({'s': dict(entry, trust_mode=mode)}, **top)
+            self.assertEqual(self.one('sync').state, 'ready')
+            started = self.pids()
+            entry['args'].append('--changed')
+            self.configure({'s': dict(entry, trust_mode=mode)}, **top)
+            with self.subTest(top, mode=mode):
+                self.assertEqual(self.gate('s:echo'),
+                                 ['server_quarantined'])
+                self.assertIn('launch changed', self.answers[0].detail)
+                self.assertIn('--changed', self.answers[0].detail)
+                self.assertEqual(self.one('sync').state, 'quarantined')
+                self.assertEqual(self.pids(), started)
+            os.remove(os.path.join(self.home, 'preflight.db'))
+
+    def test_approving_a_launch_carries_its_approvals_over(self):
+        self.sees(tool(), tool('b'))
+        self.relaunch('--changed')
+        done = self.do('servers', 'approve', 's', '--yes')
+        self.assertEqual(done['carried'], 2)
+        self.assertEqual(self.gate('s:echo'), ['server_initializing'])
+        row = self.sees(tool(), tool('b', 'other'), tool('c'))
+        self.assertFalse(row.baseline)
+        self.assertEqual(self.gate('s:echo', 's:b', 's:c'), [
+            'ready', 'tool_changed', 'tool_pending_approval'])
+
+    def test_a_launch_that_comes_back_has_its_approvals(self):
+        self.sees(tool())
+        self.relaunch('--changed')
+        self.do('servers', 'approve', 's', '--yes')
+        self.one('sync')
+        self.relaunch()
+        self.assertEqual(self.gate('s:echo'), ['server_initializing'])
+        self.assertFalse(self.one('sync').baseline)
+        self.assertEqual(self.gate('s:echo'), ['ready'])
+
+    def test_mending_a_typo_before_any_baseline_needs_nothing(self):
+        self.configure({'s': {'command': 'no-such-thing'}})
+        self.assertEqual(self.one('sync').cause, 'command_not_found')
+        self.relaunch()
+        self.assertTrue(self.one('sync').baseline)
+        self.assertEqual(self.gate('s:echo'), ['ready'])
+
+    def test_what_was_seen_under_another_launch_counts_for_nothing(self):
+        self.configure({'s': {'command': 'no-such-thing'}})
+        self.one('sync')
+        self.relaunch()
+        self.assertEqual(self.gate('s:echo'), ['server_initializing'])
+
+    def test_another_checkout_needs_a_sync_and_nothing_else(self):
+        entry = self.serve(tools=[tool()])
+        self.configure({'s': entry})
+        self.one('sync')
+        os.mkdir(self.path('second'))
+        other = self.write('second/config.json', json.dumps(
+            {'mcpServers': {'s': entry}}))
+        self.assertEqual(self.gate('s:echo', configs=(other,)),
+                         ['server_initializing'])
+        self.serve(tools=[tool(), tool('new')])
+        row = self.one('sync', configs=(other,))
+        self.assertFalse(row.baseline)
+        self.assertEqual(self.gate('s:echo', 's:new', configs=(other,)),
+                         ['ready', 'tool_pending_approval'])
+        self.assertEqual(self.gate('s:echo', 's:new'),
+                         ['ready', 'not_found'])
+
+    def test_a_block_holds_for_every_launch_and_file(self):
+        self.sees(tool())
+        self.do('tools', 'block', 's:echo')
+        self.relaunch('--changed')
+        self.do('servers', 'approve', 's', '--yes')
+        self.one('sync')
+        self.assertEqual(self.gate('s:echo'), ['tool_blocked_by_user'])
+
+    def test_an_approve_during_a_look_is_not_undone(self):
+        self.sees(tool())
+        self.sees(tool(description='other'))
+        self.serve(tools=[tool(description='other'), tool('new')],
+                   sleep={'tools/list': 0.3}, starts=self.path('starts'))
+        found = []
+        thread = threading.Thread(
+            target=lambda: found.append(self.one('sync')))
+        thread.start()
+        self.wait_for(self.pids)
+        self.approve('s:echo')
+        thread.join()
+        self.assertEqual(found[0].added, ['new'])
+        self.assertEqual(self.gate('s:echo', 's:new'),
+                         ['ready', 'tool_pending_approval'])
+
+    def test_two_first_looks_at_one_name_make_one_baseline(self):
+        self.configure({'s': self.serve(tools=[tool()])})
+        config = pf.load_config(self.world())
+        entry = self.serve('t', tools=[tool()])
+        other = self.write('other.json', json.dumps(
+            {'mcpServers': {'s': entry}}))
+        seen = self.look(self.serve(tools=[tool()]))
+        self.configure({'s': self.serve(tools=[tool()])})
+        store = self.store()
+        with store.read() as con:
+            known, _ = pf.load_known(con, config, 's')
+        self.assertTrue(self.one('sync', configs=(other,)).baseline)
+        with store.write() as con:
+            pf.take_lease(con, 's', known.server.file, (
+                1, 2, known.launch, 'me'))
+        row = pf.save_observation(store, known, seen, 'me')
+        self.assertEqual(row.state, 'quarantined')
+        self.assertEqual(self.gate('s:echo'), ['server_quarantined'])
+        self.assertEqual(self.gate('s:echo', configs=(other,)), ['ready'])
+
+
+# ==========================================================================
+# 8. wire: what HTTP adds
+# ==========================================================================
+
+
+class Test08Sse(unittest.TestCase):
+    """Event streams, cut as browsers cut them."""
+
+    CASES = (
+        ('lines end in LF', b'data: a\n\n', [('message', b'a')]),
+        ('in CRLF', b'data: a\r\n\r\n', [('message', b'a')]),
+        ('in CR', b'data: a\r\r', [('message', b'a')]),
+        ('all three in turn', b'data: a\rdata: b\r\ndata: c\n\r',
+         [('message', b'a\nb\nc')]),
+        ('a byte order mark', b'\xef\xbb\xbfdata: a\n\n',
+         [('message', b'a')]),
+        ('only at the start', b'\n\xef\xbb\xbfdata: a\n\n', []),
+        ('one blank is removed', b'data:  a\n\n', [('message', b' a')]),
+        ('no blank', b'data:a\n\n', [('message', b'a')]),
+        ('data joins by lines', b'data: a\ndata\ndata: b\n\n',
+         [('message', b'a\n\nb')]),
+        ('a type', b'event: endpoint\ndata: /x\n\n', [('endpoint', b'/x')]),
+        ('which ends with its event', b'event: x\n\ndata: a\n\n',
+         [('message', b'a')]),
+        ('comments', b': hi\n:\ndata: a\n: no\n\n', [('message', b'a')]),
+        ('unknown fields', b'foo: x\ndata: a\nbar\n\n', [('message', b'a')]),
+        ('a colon in the data', b'data: a:b\n\n', [('message', b'a:b')]),
+        ('empty data', b'id: 1\ndata:\n\n', [('message', b'')]),
+        ('no data, no event', b'event: x\nid: 1\n\n', []),
+        ('two events', b'data: a\n\ndata: b\n\n',
+         [('message', b'a'), ('message', b'b')]),
+        ('an end is missing', b'data: a\n\ndata: b\n', [('message', b'a')]),
+    )
+
+    def parse(self, *chunks):
+        """Feed chunks to a parser; returns it and the events."""
+        parser, events = pf.SseParser(), []
+        for chunk in chunks:
+            events += parser.feed(chunk)
+        return parser, events
+
+    def test_events(self):
+        for what, stream, events in self.CASES:
+            with self.subTest(what):
+                self.assertEqual(self.parse(stream)[1], events)
+
+    def test_events_wherever_the_stream_is_cut(self):
+        for what, stream, events in self.CASES:
+            with self.subTest(what):
+                single = [stream[n:n + 1] for n in range(len(stream))]
+                self.assertEqual(self.parse(*single)[1], events)
+                for at in range(1, len(stream)):
+                    self.assertEqual(
+                        self.parse(stream[:at], stream[at:])[1], events, at)
+
+    def test_id_counts_once_its_event_has_ended(self):
+        for stream, last in ((b'id: 7\n\n', '7'), (b'id: 7\ndata: a\n', ''),
+                             (b'id: 7\n\nid\n\n', ''),
+                             (b'id: 7\n\nid: 8\0\n\n', '7')):
+            with self.subTest(stream):
+                self.assertEqual(self.parse(stream)[0].last_id, last)
+
+    def test_retry_takes_digits_only(self):
+        for text, wait in ((b'250', 250), (b'1s', None), (b'-1', None),
+                           (b'', None), (b'9' * 4000, 999999999)):
+            with self.subTest(text):
+                self.assertEqual(
+                    self.parse(b'retry: %s\n' % text)[0].retry, wait)
+
+    def test_event_larger_than_a_message_may_be_is_refused(self):
+        piece = b'data: ' + b'x' * (1 << 20) + b'\n'
+        with self.assertRaises(pf.UpstreamError) as caught:
+            self.parse(*[piece] * 17)
+        self.assertIn('larger than', str(caught.exception))
+        with self.assertRaises(pf.UpstreamError):
+            self.parse(*[b'x' * (1 << 20)] * 17)
+
+    def test_comments_and_ended_events_do_not_count(self):
+        piece = b'x' * (1 << 20)
+        self.parse(*[b': %s\n' % piece] * 17)
+        self.assertEqual(len(self.parse(
+            *[b'data: %s\n\n' % piece] * 17)[1]), 17)
+
+    def test_held_data_lacks_only_the_end_of_its_event(self):
+        for stream, held in ((b'data: a\n', True), (b'data: a', False),
+                             (b'data: a\nda', False), (b'', False),
+                             (b'data: a\n\n', False)):
+            with self.subTest(stream):
+                self.assertIs(self.parse(stream)[0].is_held(), held)
+
+
+def jwt(**claims):
+    """Make a JSON Web Token that nobody signed."""
+    import base64
+    return '.'.join(base64.urlsafe_b64encode(part).decode().rstrip('=')
+                    for part in (b'{"alg":"none"}',
+                                 json.dumps(claims).encode(), b'x'))
+
+
+class Test08Http(unittest.TestCase):
+    """What statuses, headers and tokens mean."""
+
+    def test_challenge(self):
+        for text, found in (
+                ('Bearer', {}), ('', {}),
+                ('bearer error="invalid_token"', {'error': 'invalid_token'}),
+                ('Bearer Scope=a, ERROR = b', {'scope': 'a', 'error': 'b'}),
+                ('Basic realm="x, Bearer error=no", Bearer realm="y"',
+                 {'realm': 'y'}),
+                ('Negotiate YWJj==, Bearer a="1"', {'a': '1'}),
+                ('Negotiate YWJj, Bearer a="1"', {'a': '1'}),
+                (r'Bearer a="say \"hi\", ok"', {'a': 'say "hi", ok'}),
+                ('Bearer a="1", Digest a="2", b="3"', {'a': '1'}),
+                ('Bearer a="1", a="2"', {'a': '1'}),
+                ('Bearer a="1', {})):
+            with self.subTest(text):
+                self.assertEqual(pf.bearer_challenge(
+                    {'www-authenticate': text}), found)
+
+    def test_hostile_challenge_takes_no_time(self):
+        text = 'Bearer ' + 'a="' * 20000 + '\\' * 20000
+        self.assertIsInstance(
+            pf.bearer_challenge({'www-authenticate': text}), dict)
+
+    def test_status(self):
+        later = {'retry-after': '3600'}
+        for status, headers, has, cause, text in (
+                (401, {}, False, '', '401: no credential is configured'),
+                (401, {}, True, '', '401: the credential was refused'),
+                (403, {}, True, '', '403: token lacks rights'),
+                (403, {'www-authenticate': 'Bearer error='
+                       '"insufficient_scope", scope="a b"'}, True, '',
+                 '403: token lacks rights (insufficient_scope, a b)'),
+                (404, {}, True, 'http_status',
+                 'endpoint or session not found (404)'),
+                (429, later, True, 'rate_limited',
+                 'HTTP 429; Retry-After: 3600'),
+                (503, later, True, 'http_status',
+                 'HTTP 503; Retry-After: 3600'),
+                (302, {}, True, 'http_status', 'HTTP 302')):
+            with self.subTest(status=status, has=has):
+                error = pf.status_error(status, headers, has)
+                self.assertEqual((error.cause, str(error)), (cause, text))
+                self.assertIs(isinstance(error, pf.LoginNeeded),
+                              status in (401, 403))
+
+    def test_body_of_a_refusal_is_quoted_unless_it_is_a_page(self):
+        for body, text in ((b'No  such\nversion', 'HTTP 400: No such version'),
+                           (b'<html>400</html>', 'HTTP 400'),
+                           (b'', 'HTTP 400')):
+            with self.subTest(body):
+                self.assertEqual(str(pf.status_error(400, {}, True, body)),
+                                 text)
+
+    def test_protocol_headers(self):
+        meta = {'_meta': {pf.META + 'protocolVersion': '2026-07-28'}}
+        agreed = {'MCP-Protocol-Version': '2025-06-18'}
+        for message, version, headers in (
+                ({'method': 'initialize'}, '', {}),
+                ({'method': 'initialize'}, '2025-06-18', {}),
+                ({'method': 'tools/list', 'params': {}}, '2025-06-18',
+                 agreed),
+                ({'method': 'notifications/initialized'}, '2025-06-18',
+                 agreed),
+                ({'id': 1, 'result': {}}, '2025-06-18', agreed), ({}, '', {}),
+                ({'method': 'tools/list', 'params': meta}, '',
+                 {'MCP-Protocol-Version': '2026-07-28',
+                  'Mcp-Method': 'tools/list'})):
+            with self.subTest(message):
+                self.assertEqual(pf.mcp_headers(message, version), headers)
+
+    def test_media_type(self):
+        for text in ('application/json', 'Application/JSON; Charset=UTF-8',
+                     ' application/json ;x'):
+            self.assertEqual(pf.media_type({'content-type': text}),
+                             'application/json')
+        self.assertEqual(pf.media_type({}), '')
+
+    def test_end_of_a_token(self):
+        at = 1900000000
+        for value, end in (
+                ('Bearer ' + jwt(exp=at), at * 1000),
+                ('bearer  ' + jwt(exp=at + 0.5), at * 1000 + 500),
+                ('Bearer ' + jwt(sub='x'), None),
+                ('Bearer ' + jwt(exp=True), None),
+                ('Bearer ' + jwt(exp='1'), None),
+                ('Bearer ' + jwt(exp=-1), None),
+                ('Bearer ' + jwt(exp=1e300), None),
+                ('Bearer opaque', None), ('Basic ' + jwt(exp=at), None),
+                ('Bearer a.b.c', None), ('Bearer a.WzFd.c', None), ('', None)):
+            with self.subTest(value):
+                self.assertEqual(
+                    pf.credential_end({'AUTHORIZATION': value}), end)
+        self.assertIsNone(pf.credential_end({'X': 'Bearer ' + jwt(exp=at)}))
+
+    def test_places_of_metadata(self):
+        known = '/.well-known/oauth-protected-resource'
+        for url, named, places in (
+                ('https://h/a/mcp?k=v', None,
+                 ['https://h%s/a/mcp' % known, 'https://h' + known]),
+                ('https://u:p@h:444/', None, ['https://h:444' + known]),
+                ('https://h/mcp', 'https://as/x', ['https://as/x']),
+                ('https://h/mcp', 'http://as/x', []),
+                ('https://h/mcp', 'https://127.0.0.1/x', []),
+                ('https://h/mcp', 'http://localhost/x', []),
+                ('https://h/mcp', 'file:///etc/passwd', []),
+                ('http://127.0.0.1:1/mcp', 'http://localhost:2/x',
+                 ['http://localhost:2/x']),
+                ('http://h/mcp', None, [])):
+            with self.subTest(url=url, named=named):
+                self.assertEqual(pf.metadata_urls(
+                    url, {'resource_metadata': named} if named else {}),
+                    places)
+
+    def test_issuers(self):
+        for body, found in (
+                (b'{"authorization_servers": ["https://as/t?x=1", 5]}',
+                 ['https://as/t']),
+                (b'{"authorization_servers": {}}', []), (b'[]', []),
+                (b'<html>', []), (b'\xff', []), (b'[' * 5000, [])):
+            with self.subTest(body[:20]):
+                self.assertEqual(pf.read_issuers(body), found)
+
+    def test_secrets_of_a_url(self):
+        for url, found in (
+                ('https://h/mcp', []), ('https://u:pw@h/mcp', ['pw']),
+                ('https://tok@h/mcp', ['tok']),
+                ('https://h/mcp?exaApiKey=zz&tools=a', ['zz']), (None, [])):
+            with self.subTest(url):
+                self.assertEqual(pf.url_secrets(url), found)
+
+    def test_plain_url(self):
+        for url, shown in (
+                ('https://u:p@H:443/a?k=v#f', 'https://h/a'),
+                ('http://[::1]:8080/a', 'http://[::1]:8080/a'),
+                ('ftp://h/a', '(no URL)'), ('http://h:port/', '(no URL)'),
+                ('http://b\u00fccher.example/', 'http://xn--bcher-kva.example/')
+                ):
+            with self.subTest(url):
+                self.assertEqual(pf.plain_url(url), shown)
+
+
+# ==========================================================================
+# 17. links: HTTP, against a server on loopback that does as it is told
+# ==========================================================================
+
+Request = namedtuple('Request', 'method path headers message')
+
+
+class WebServer:
+    """Answers each connection by what answer(request) yields, in bytes.
+
+    requests: all that came. A test that forgets to end it is ended itself:
+    it closes with the test case.
+    """
+
+    def __init__(self, answer, host='127.0.0.1', context=None):
+        family = socket.AF_INET6 if ':' in host else socket.AF_INET
+        self.answer, self.context, self.requests = answer, context, []
+        self.is_closed, self.threads = threading.Event(), []
+        self.socket = socket.socket(family)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind((host, 0))
+        self.socket.listen(64)
+        self.port = self.socket.getsockname()[1]
+        self.start(self.accept)
+
+    def start(self, target, *given):
+        """Run a function in a thread of this server."""
+        thread = threading.Thread(target=target, args=given, daemon=True)
+        self.threads.append(thread)
+        thread.start()
+
+    def accept(self):
+        """Take connections until the server is closed."""
+        while True:
+            try:
+                con, _ = self.socket.accept()
+            except OSError:
+                return
+            if self.is_closed.is_set():
+                return con.close()
+            self.start(self.talk, con)
+
+    def talk(self, con):
+        """Serve one connection, for one request."""
+        con.settimeout(10)
+        try:
+            if self.context:
+                con = self.context.wrap_socket(con, server_side=True)
+            with con, con.makefile('rb') as file:
+                request = self.read(file)
+                if not request:
+                    return
+                self.requests.append(request)
+                for piece in self.answer(request):
+                    if self.is_closed.is_set():
+                        return
+                    if callable(piece):     # it takes the connection over
+                        piece(self, con)
+                    else:
+                        con.sendall(piece)
+        except OSError:
+            con.close()
+
+    @staticmethod
+    def read(file):
+        """Read one request; None when there is none."""
+        line = file.readline().decode('latin-1').split(' ')
+        if len(line) < 3:
+            return None
+        headers = {}
+        for row in iter(file.readline, b'\r\n'):
+            name, _, value = row.decode('latin-1').partition(':')
+            headers[name.lower()] = value.strip()
+        body = file.read(int(headers.get('content-length', 0)))
+        return Request(line[0], line[1], headers,
+                       json.loads(body.decode('utf-8')) if body else {})
+
+    def wait(self, seconds):
+        """Sleep, unless the server is closed."""
+        self.is_closed.wait(seconds)
+
+    def close(self):
+        """End the server and its threads."""
+        self.is_closed.set()
+        with contextlib.suppress(OSError):
+            socket.create_connection(self.socket.getsockname()[:2],
+                                     1).close()
+        self.socket.close()
+        for thread in self.threads:
+            thread.join(10)
+
+    @property
+    def methods(self):
+        """List what was asked for: MCP methods, or those of HTTP."""
+        return [request.message.get('method') or request.method
+                for request in self.requests]
+
+
+def reply(status=200, body=b'', kind='application/json', **headers):
+    """Write an HTTP answer whose length is known."""
+    if not isinstance(body, bytes):
+        body = json.dumps(body).encode()
+    lines = ['HTTP/1.1 %d Whatever' % status,
+             'Content-Length: %d' % len(body)]
+    lines += ['Content-Type: ' + kind] if kind else []
+    lines += ['%s: %s' % (name.replace('_', '-'), value)
+              for name, value in headers.items()]
+    return '\r\n'.join(lines + ['', '']).encode('latin-1') + body
+
+
+def stream(*pieces):
+    """Write an event stream of messages (dicts) and of bytes as they are."""
+    yield (b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; '
+           b'charset=utf-8\r\n\r\n')
+    for piece in pieces:
+        yield (piece if isinstance(piece, bytes) or callable(piece)
+               else b'data: %s\n\n' % json.dumps(piece).encode())
+
+
+def result(request, version=None, tools=None):
+    """Give the right JSON-RPC message for a request."""
+    if request.message['method'] == 'initialize':
+        value = {'protocolVersion': version or
+                 request.message['params']['protocolVersion'],
+                 'capabilities': {'tools': {}}, 'serverInfo': {}}
+    elif request.message['method'] == 'server/discover':
+        value = {'supportedVersions': ['2026-07-28'],
+                 'capabilities': {'tools': {}}}
+    else:
+        value = {'tools': [tool()] if tools is None else tools}
+    return {'jsonrpc': '2.0', 'id': request.message['id'], 'result': value}
+
+
+def failure(request, code, message, **data):
+    """Give a JSON-RPC error for a request."""
+    return {'jsonrpc': '2.0', 'id': request.message.get('id'),
+            'error': {'code': code, 'message': message, 'data': data}}
+
+
+def script(**special):
+    """Make an answer of a good server; special: by MCP or HTTP method.
+
+    'tools/list' and the like are written with _ for the slash.
+    """
+    def answer(request):
+        name = request.message.get('method') or request.method
+        found = special.get(name.replace('/', '_'))
+        if found is not None:
+            found = found(request) if callable(found) else found
+            return [found] if isinstance(found, bytes) else found
+        if 'id' in request.message and 'method' in request.message:
+            return [reply(200, result(request))]
+        return [reply(202 if request.method == 'POST' else 405)]
+    return answer
+
+
+def hang(server, con):
+    """Keep a connection open and say no more."""
+    server.wait(10)
+
+
+def drip(data):
+    """Make something that sends data again and again, for ever."""
+    def send(server, con):
+        while not server.is_closed.is_set():
+            con.sendall(data)
+            server.wait(0.01)
+    return send
+
+
+CA_CERT = '''\
+-----BEGIN CERTIFICATE-----
+MIIBrDCCAVKgAwIBAgIBBzAKBggqhkjOPQQDAjAsMRgwFgYDVQQKDA9UZXN0IElu
+c3BlY3Rpb24xEDAOBgNVBAMMB1Rlc3QgQ0EwIBcNMjAwMTAxMDAwMDAwWhgPMjEy
+MDAxMDEwMDAwMDBaMCwxGDAWBgNVBAoMD1Rlc3QgSW5zcGVjdGlvbjEQMA4GA1UE
+AwwHVGVzdCBDQTBZMBMGByqGSM49AgEGCCqGSM49AwEHA0IABJ4OqYwpROtMlYET
+wVIJ0fLvN0mi+vterxILqQvWnVGAe/Y4V8h5bjGIzl3nWSd5OB8IVUtvbxl2F38E
+WB6fzDGjYzBhMA8GA1UdEwEB/wQFMAMBAf8wHQYDVR0OBBYEFDc8Glt0QncXMH68
+a1ykQpb5Zj1HMB8GA1UdIwQYMBaAFDc8Glt0QncXMH68a1ykQpb5Zj1HMA4GA1Ud
+DwEB/wQEAwIBhjAKBggqhkjOPQQDAgNIADBFAiEA45qCPS2/edaCp0Pg0iL1xlSP
+JYKCkXaNpyWZt2dYuCMCIC7njvtwKyDqZyvtlbVyfpju5pfRM1jnJaV0jlX2DpBA
+-----END CERTIFICATE-----
+'''
+# For localhost, mcp.test and 127.0.0.1, until 2120; and its key.
+SERVER_CERT = '''\
+-----BEGIN CERTIFICATE-----
+MIIBpzCCAUygAwIBAgIBCDAKBggqhkjOPQQDAjAsMRgwFgYDVQQKDA9UZXN0IElu
+c3BlY3Rpb24xEDAOBgNVBAMMB1Rlc3QgQ0EwIBcNMjAwMTAxMDAwMDAwWhgPMjEy
+MDAxMDEwMDAwMDBaMBMxETAPBgNVBAMMCG1jcC50ZXN0MFkwEwYHKoZIzj0CAQYI
+KoZIzj0DAQcDQgAE5+4A5qhdfbXdPs4FndzDChqznqsSF8Cui9Bwi2mlSIP1E6hy
+dTB0d+OXEwAkDYoqXpfAv0SELxosOgOFf7gk86N2MHQwDAYDVR0TAQH/BAIwADAd
+BgNVHQ4EFgQUdgAI2GGZKgmOzUrifEDzjVdCMq4wHwYDVR0jBBgwFoAUNzwaW3RC
+dxcwfrxrXKRClvlmPUcwJAYDVR0RBB0wG4IJbG9jYWxob3N0gghtY3AudGVzdIcE
+fwAAATAKBggqhkjOPQQDAgNJADBGAiEAzCM/1wblwOJxAkw1Wf4+x4zA3z/B2w0H
+zpJbnz9Axp8CIQDzfU4Xmw8KYR1HPfTCTl2qqsRw7No8+dnzS1mphjS58A==
+-----END CERTIFICATE-----
+-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgLKZ1yanqgOXLZ+5c
+SYyE+063NexWx4lhw/IxnhjFadShRANCAATn7gDmqF19td0+zgWd3MMKGrOeqxIX
+wK6L0HCLaaVIg/UTqHJ1MHR345cTACQNiipel8C/RIQvGiw6A4V/uCTz
+-----END PRIVATE KEY-----
+'''
+
+
+class HttpCase(TempCase):
+    """A test with HTTP servers of its own."""
+
+    @classmethod
+    def setUpClass(cls):
+        """Let the servers of a failed test end with it."""
+        super().setUpClass()
+        cls.proxies = {name: '' for name in (
+            'http_proxy', 'https_proxy', 'all_proxy', 'no_proxy',
+            'HTTP_PROXY', 'HTTPS_PROXY', 'ALL_PROXY', 'NO_PROXY')}
+
+    def web(self, answer, **more):
+        """Start a server; its URL is web.url."""
+        server = WebServer(answer, **more)
+        self.addCleanup(server.close)
+        host = more.get('host', '127.0.0.1')
+        server.url = 'http%s://%s:%d/mcp' % (
+            's' if more.get('context') else '',
+            '[%s]' % host if ':' in host else host, server.port)
+        return server
+
+    def tls_context(self):
+        """Make what a server needs for https."""
+        import ssl
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.write('server.pem', SERVER_CERT))
+        return context
+
+    def look(self, url, era=None, seconds=10, env=(), world=None, **entry):
+        """Look at a server in this process: the Observation."""
+        world = world or self.world(
+            env=dict(os.environ, **dict(self.proxies, **dict(env))),
+            ca_file=entry.pop('ca_file', ''))
+        self.configure({'s': dict({'url': url}, **entry)})
+        server, why = pf.look_up(pf.load_config(world), 's')
+        self.assertEqual(why, '')
+        end = world.clock() + seconds
+        return pf.observe_server(server, era, (end, end), world)
+
+    def assert_ready(self, seen, names=('echo',)):
+        """Hold a look to have seen these tools."""
+        self.assertEqual((seen.state, seen.cause, seen.detail),
+                         ('ready', '', ''))
+        self.assertEqual([found.name for found in seen.tools], list(names))
+
+    def assert_error(self, seen, cause, *texts):
+        """Hold a look to have failed for this cause, in these words."""
+        self.assertEqual((seen.state, seen.cause, seen.tools),
+                         ('error', cause, None), seen.detail)
+        for text in texts:
+            self.assertIn(text, seen.detail)
+
+
+class Test17Http(HttpCase):
+    """Streamable HTTP and the older HTTP+SSE (pitfalls 17 to 24, 61, 66)."""
+
+    def test_conversation(self):
+        web = self.web(script(initialize=lambda request: reply(
+            200, result(request), Mcp_Session_Id='abc')))
+        seen = self.look(web.url, type='http')
+        self.assert_ready(seen)
+        self.assertEqual((seen.protocol, seen.era),
+                         ('2025-11-25', 'handshake'))
+        self.assertEqual(web.methods, [
+            'initialize', 'notifications/initialized', 'tools/list',
+            'DELETE'])
+
+    def test_post_accepts_json_and_event_streams(self):
+        web = self.web(script())
+        self.look(web.url)
+        for request in web.requests:
+            self.assertEqual(request.headers['accept'],
+                             'application/json, text/event-stream')
+            self.assertEqual(request.headers['content-type'],
+                             'application/json')
+
+    # -- 17. version --------------------------------------------------------
+
+    def test_version_header_is_on_all_but_initialize(self):
+        web = self.web(script(initialize=lambda request: reply(
+            200, result(request, '2025-06-18'))))
+        self.assert_ready(self.look(web.url))
+        self.assertEqual(
+            [request.headers.get('mcp-protocol-version')
+             for request in web.requests], [None, '2025-06-18', '2025-06-18'])
+
+    def test_unknown_version_ends_the_look(self):
+        web = self.web(script(initialize=lambda request: reply(
+            200, result(request, '2099-01-01'))))
+        self.assert_error(self.look(web.url), 'protocol',
+                          'the server speaks 2099-01-01, we know 2025-11-25')
+
+    def test_refused_version_is_tried_again_with_one_that_is_named(self):
+        def initialize(request):
+            if request.message['params']['protocolVersion'] == '2024-11-05':
+                return reply(200, result(request))
+            return reply(400, failure(request, -32602, 'Unsupported',
+                                      supported=['2024-11-05']))
+        web = self.web(script(initialize=initialize))
+        seen = self.look(web.url)
+        self.assert_ready(seen)
+        self.assertEqual(seen.protocol, '2024-11-05')
+
+    def test_refused_initialize_is_reported_in_the_words_of_the_server(self):
+        web = self.web(script(initialize=reply(
+            400, b'Unsupported protocol version', 'text/plain')))
+        self.assert_error(self.look(web.url), 'http_status',
+                          'HTTP 400: Unsupported protocol version')
+
+    # -- the modern era -----------------------------------------------------
+
+    def modern(self, code, message, status=400, **special):
+        """Start a server that speaks only 2026-07-28."""
+        return self.web(script(initialize=lambda request: reply(
+            status, failure(request, code, message)), **special))
+
+    def test_modern_server(self):
+        for code, status in ((-32020, 400), (-32022, 400), (-32601, 404),
+                             (-32602, 400)):
+            with self.subTest(code):
+                web = self.modern(code, 'Unsupported', status)
+                seen = self.look(web.url)
+                self.assert_ready(seen)
+                self.assertEqual((seen.protocol, seen.era),
+                                 ('2026-07-28', 'modern'))
+                self.assertEqual(
+                    [(request.headers.get('mcp-protocol-version'),
+                      request.headers.get('mcp-method'),
+                      request.headers.get('mcp-name'))
+                     for request in web.requests[1:]],
+                    [('2026-07-28', 'server/discover', None),
+                     ('2026-07-28', 'tools/list', None)])
+
+    def test_remembered_modern_server_is_not_asked_to_initialize(self):
+        web = self.web(script())
+        self.assert_ready(self.look(web.url, 'modern'))
+        self.assertEqual(web.methods, ['server/discover', 'tools/list'])
+
+    def test_remembered_modern_server_that_is_no_longer(self):
+        for refusal in (
+                lambda request: reply(400, failure(request, -32000, 'no')),
+                lambda request: reply(405, b''),
+                lambda request: reply(200, {
+                    'jsonrpc': '2.0', 'id': request.message['id'],
+                    'result': {'capabilities': {}}})):
+            web = self.web(script(server_discover=refusal))
+            seen = self.look(web.url, 'modern')
+            self.assert_ready(seen)
+            self.assertEqual(seen.era, 'handshake')
+
+    # -- 19. sessions and statuses ------------------------------------------
+
+    def sessions(self, expired, **more):
+        """Start a server whose sessions in expired are gone at once."""
+        def initialize(request):
+            number[0] += 1
+            return reply(200, result(request),
+                         Mcp_Session_Id='s%d' % number[0])
+
+        def listing(request):
+            if request.headers.get('mcp-session-id') in expired:
+                return reply(404, failure(request, -32600, 'Not found'))
+            return reply(200, result(request))
+        number = [0]
+        return self.web(script(initialize=initialize, tools_list=listing,
+                               **more))
+
+    def test_session_id_is_sent_after_initialize_and_ended(self):
+        web = self.sessions(())
+        self.assert_ready(self.look(web.url))
+        self.assertEqual([request.headers.get('mcp-session-id')
+                          for request in web.requests],
+                         [None, 's1', 's1', 's1'])
+        self.assertEqual(web.methods[-1], 'DELETE')
+
+    def test_lost_session_is_begun_again_once(self):
+        web = self.sessions(('s1',))
+        self.assert_ready(self.look(web.url))
+        self.assertEqual(web.methods.count('initialize'), 2)
+        self.assertEqual([request.headers.get('mcp-session-id')
+                          for request in web.requests
+                          if request.message.get('method') == 'initialize'],
+                         [None, None])
+
+    def test_session_lost_twice_is_an_error(self):
+        web = self.sessions(('s1', 's2', 's3'))
+        self.assert_error(self.look(web.url), 'http_status',
+                          'endpoint or session not found (404)')
+        self.assertEqual(web.methods.count('initialize'), 2)
+
+    def test_404_on_initialize_is_the_wrong_url(self):
+        web = self.web(lambda request: [reply(
+            404, b'<html>', 'text/html', Mcp_Session_Id='x')])
+        self.assert_error(self.look(web.url, type='http'), 'http_status',
+                          'not found (404)')
+        self.assertEqual(web.methods, ['initialize'])
+
+    def test_session_comes_only_from_a_good_initialize(self):
+        for first in (lambda request: reply(
+                400, failure(request, -32022, 'x'), Mcp_Session_Id='bad'),
+                lambda request: reply(
+                    200, result(request), Mcp_Session_Id='b\xe4d'),
+                lambda request: reply(
+                    200, result(request), Mcp_Session_Id='two words')):
+            web = self.web(script(initialize=first))
+            self.assert_ready(self.look(web.url))
+            self.assertFalse(any('mcp-session-id' in request.headers
+                                 for request in web.requests))
+            self.assertNotIn('DELETE', web.methods)
+
+    def test_answer_to_delete_is_ignored(self):
+        from unittest import mock
+        for answer in (reply(405), reply(500), b'junk', [hang]):
+            web = self.sessions((), DELETE=lambda request: answer)
+            with mock.patch.object(pf, 'GRACE_MS', 100):
+                self.assert_ready(self.look(web.url))
+
+    # -- 20. streams that stay open -----------------------------------------
+
+    def test_reply_on_a_stream_ends_the_wait(self):
+        noted = {'jsonrpc': '2.0', 'method': 'notifications/message',
+                 'params': {}}
+        for what, after in (('open', [hang]),
+                            ('kept alive', [drip(b': alive\n\n')])):
+            with self.subTest(what):
+                web = self.web(script(tools_list=lambda request: stream(
+                    noted, result(request), *after)))
+                self.assert_ready(self.look(web.url))
+
+    def test_reply_whose_event_never_ends(self):
+        web = self.web(script(tools_list=lambda request: stream(
+            b'data: %s\n' % json.dumps(result(request)).encode(), hang)))
+        self.assert_ready(self.look(web.url))
+
+    def test_deadline_holds_whatever_trickles_in(self):
+        head = b'HTTP/1.1 200 OK\r\nContent-Type: %s\r\n'
+        for what, pieces in (
+                ('nothing', [hang]), ('a header', [head, drip(b'x')]),
+                ('headers', [drip(b'HTTP/1.1 100 Continue\r\n\r\n')]),
+                ('a body', [head % b'application/json' + b'\r\n',
+                            drip(b' ')]),
+                ('events', stream(drip(b': alive\n\n'))),
+                ('other messages', stream(drip(
+                    b'data: {"jsonrpc":"2.0","method":"x"}\n\n')))):
+            with self.subTest(what):
+                web = self.web(script(initialize=lambda request: pieces))
+                self.assert_error(self.look(web.url, seconds=0.2), 'timeout',
+                                  'no answer to initialize within')
+
+    def test_notification_that_is_never_answered(self):
+        web = self.web(script(
+            notifications_initialized=lambda request: [hang]))
+        self.assert_error(self.look(web.url, seconds=0.2), 'timeout',
+                          'no answer to notifications/initialized')
+
+    def test_stream_cut_short_is_resumed_behind_its_last_event(self):
+        def listing(request):
+            asked.append(request)
+            return stream(b'retry: 10\nid: e1\ndata:\n\nid: e2\n')
+
+        def resumed(request):
+            self.assertEqual(request.headers['last-event-id'], 'e1')
+            return stream(result(asked[0]))
+        asked = []
+        web = self.web(script(tools_list=listing, GET=resumed))
+        self.assert_ready(self.look(web.url))
+
+    def test_stream_that_only_ends_is_an_error(self):
+        for start, gets in ((b'', 0), (b'retry: 1\nid: 1\ndata:\n\n', 2)):
+            web = self.web(script(
+                tools_list=lambda request: stream(start),
+                GET=lambda request: stream(b'retry: 1\ndata:\n\nid: 2\n\n')))
+            self.assert_error(self.look(web.url, type='http'), 'protocol',
+                              'the answer to tools/list ended')
+            self.assertEqual(web.methods.count('GET'), gets)
+
+    def test_signal_ends_a_wait(self):
+        def initialize(request):
+            world.stop.append(signal.SIGTERM)
+            return [hang]
+        world = self.world(env=dict(os.environ, **self.proxies))
+        web = self.web(script(initialize=initialize))
+        with self.assertRaises(pf.Interrupted):
+            self.look(web.url, world=world)
+
+    def test_answers_have_limits(self):
+        from unittest import mock
+        line = b'X-%d: y\r\n'
+        for pieces in (
+                [reply(200, b' ' * 2000)],
+                list(stream(b'data: ' + b'x' * 2000 + b'\n')),
+                [b'HTTP/1.1 200 OK\r\n'] + [line % n for n in range(200)],
+                [b'HTTP/1.1 200 OK\r\nX: ' + b'y' * 70000 + b'\r\n\r\n']):
+            web = self.web(script(initialize=lambda request: pieces))
+            with mock.patch.object(pf, 'MAX_MESSAGE_BYTES', 1000):
+                self.assert_error(self.look(web.url), 'protocol')
+
+    # -- 21. framing on the wire --------------------------------------------
+
+    def test_framing(self):
+        def crlf(data):
+            return [b': hi\r\n\r\nid: 1\r\nevent: message\r\ndata:' + data
+                    + b'\r', b'\n\r\n']
+
+        def bare(data):
+            return [b'data: ' + data + b'\r\r']
+
+        def lines(data):
+            at = data.index(b',') + 1
+            return [b'data: ' + data[:at] + b'\ndata: ' + data[at:]
+                    + b'\n\n']
+        for frame in (crlf, bare, lines):
+            with self.subTest(frame.__name__):
+                web = self.web(script(tools_list=lambda request: stream(
+                    *frame(json.dumps(result(request)).encode()))))
+                self.assert_ready(self.look(web.url))
+
+    def test_chunked_stream(self):
+        def listing(request):
+            event = b'data: %s\n\n' % json.dumps(result(request)).encode()
+            yield (b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n'
+                   b'Transfer-Encoding: chunked\r\n\r\n')
+            for byte in (event[n:n + 40] for n in range(0, len(event), 40)):
+                yield b'%x\r\n%s\r\n' % (len(byte), byte)
+            yield hang
+        self.assert_ready(self.look(self.web(script(
+            tools_list=listing)).url))
+
+    # -- 22. redirects ------------------------------------------------------
+
+    def test_redirect_to_another_origin_is_not_followed(self):
+        thief = self.web(script())
+        for status in (301, 302, 303, 307, 308):
+            web = self.web(lambda request: [reply(
+                status, Location='http://u:pw@127.0.0.1:%d/steal?k=v'
+                % thief.port)])
+            self.assert_error(
+                self.look(web.url, headers={'X-API-Key': 'abcdef'}),
+                'redirected', 'redirected to http://127.0.0.1:%d/steal, set '
+                'that URL' % thief.port)
+        self.assertEqual(thief.requests, [])
+
+    def test_redirect_within_the_origin_keeps_method_and_body(self):
+        for status in (307, 308):
+            good = script()
+            web = self.web(lambda request: [reply(
+                status, Location='/mcp/?a=b')] if request.path == '/mcp'
+                else good(request))
+            self.assert_ready(self.look(
+                web.url, headers={'X-API-Key': 'abcdef'}))
+            self.assertEqual([(request.method, request.path)
+                              for request in web.requests[:2]],
+                             [('POST', '/mcp'), ('POST', '/mcp/?a=b')])
+            self.assertEqual(web.requests[1].headers['x-api-key'], 'abcdef')
+
+    def test_redirect_that_would_change_the_method(self):
+        web = self.web(lambda request: [reply(302, Location='/login')])
+        self.assert_error(self.look(web.url), 'redirected', '/login')
+        self.assertEqual(len(web.requests), 1)
+
+    def test_redirects_in_a_circle_end(self):
+        web = self.web(lambda request: [reply(307, Location='/mcp')])
+        self.assert_error(self.look(web.url), 'redirected')
+        self.assertEqual(len(web.requests), 4)
+
+    def test_redirect_to_nonsense(self):
+        for place in ('ftp://h/x', 'http://[x/', 'http://h:99999/'):
+            web = self.web(lambda request: [reply(307, Location=place)])
+            self.assert_error(self.look(web.url), 'redirected')
+
+    # -- 23. proxies, loopback, addresses -----------------------------------
+
+    def test_loopback_never_goes_through_a_proxy(self):
+        dead = 'http://127.0.0.1:9'
+        web = self.web(script())
+        for host in ('127.0.0.1', 'localhost'):
+            seen = self.look('http://%s:%d/mcp' % (host, web.port), env={
+                'http_proxy': dead, 'HTTP_PROXY': dead, 'ALL_PROXY': dead,
+                'NO_PROXY': '.corp,10.0.0.0/8'})
+            self.assert_ready(seen)
+
+    def test_choice_of_proxy(self):
+        for url, env, proxy in (
+                ('http://h/', {'http_proxy': 'http://p:1'}, 'http://p:1'),
+                ('http://h/', {'HTTP_PROXY': 'p:1'}, 'http://p:1'),
+                ('https://h/', {'http_proxy': 'http://p:1'}, ''),
+                ('https://h/', {'all_proxy': 'http://p:1'}, 'http://p:1'),
+                ('https://h/', {}, '')):
+            with self.subTest(url=url, env=env):
+                self.assertEqual(pf.proxy_for(pf.origin_of(url), env), proxy)
+
+    def test_exemptions_from_the_proxy(self):
+        for url, rules, is_exempt in (
+                ('http://a.corp/', '.corp', True),
+                ('http://a.corp/', 'corp', True),
+                ('http://a.corp/', '*.corp', True),
+                ('http://acorp/', 'corp', False),
+                ('http://A.CORP/', 'x, a.corp', True),
+                ('http://h/', '*', True), ('http://h/', '', False),
+                ('http://h/', ' , ,.', False),
+                ('http://h:81/', 'h:81', True),
+                ('http://h:82/', 'h:81', False),
+                ('http://10.1.2.3/', '10.0.0.0/8', True),
+                ('http://11.1.2.3/', '10.0.0.0/8', False),
+                ('http://10.1.2.3/', '10.1.2.3', True),
+                ('http://[fd00::1]/', 'fd00::/8', True),
+                ('http://[fd00::1]/', '[fd00::1]', True),
+                ('http://[fd00::1]:81/', '[fd00::1]:81', True)):
+            for name in ('no_proxy', 'NO_PROXY'):
+                with self.subTest(url=url, rules=rules, name=name):
+                    self.assertEqual(pf.proxy_for(
+                        pf.origin_of(url), {'http_proxy': 'http://p',
+                                            name: rules}),
+                        '' if is_exempt else 'http://p')
+
+    def test_proxy_is_asked_for_the_whole_url(self):
+        proxy = self.web(script())
+        seen = self.look('http://mcp.test:8080/mcp?a=b', env={
+            'http_proxy': 'http://user:pa%%20ss@127.0.0.1:%d' % proxy.port})
+        self.assert_ready(seen)
+        first = proxy.requests[0]
+        self.assertEqual(first.path, 'http://mcp.test:8080/mcp?a=b')
+        self.assertEqual(first.headers['host'], 'mcp.test:8080')
+        self.assertEqual(first.headers['proxy-authorization'],
+                         'Basic dXNlcjpwYSBzcw==')
+
+    def test_https_goes_through_a_tunnel(self):
+        def relay(server, con):
+            with socket.create_connection(('127.0.0.1', web.port), 5) as far:
+                server.start(pump, far, con)
+                pump(con, far)
+
+        def pump(source, target):
+            with contextlib.suppress(OSError):
+                for data in iter(lambda: source.recv(65536), b''):
+                    target.sendall(data)
+                target.shutdown(socket.SHUT_WR)
+        web = self.web(script(), context=self.tls_context())
+        proxy = self.web(lambda request: [
+            b'HTTP/1.1 200 Connection established\r\n\r\n', relay])
+        seen = self.look(
+            'https://mcp.test/mcp', ca_file=self.write('ca.pem', CA_CERT),
+            env={'https_proxy': 'http://u:pw@127.0.0.1:%d' % proxy.port})
+        self.assert_ready(seen)
+        first = proxy.requests[0]
+        self.assertEqual((first.method, first.path, first.headers['host']),
+                         ('CONNECT', 'mcp.test:443', 'mcp.test:443'))
+        self.assertIn('proxy-authorization', first.headers)
+        self.assertNotIn('proxy-authorization', web.requests[0].headers)
+        self.assertEqual(web.requests[0].headers['host'], 'mcp.test')
+
+    def test_proxy_that_is_not_there_is_named_without_its_password(self):
+        for scheme in ('http', 'https'):
+            seen = self.look(scheme + '://mcp.test/', env={
+                scheme + '_proxy': 'http://user:hunter22@127.0.0.1:9'})
+            self.assert_error(seen, 'refused',
+                              'the proxy http://127.0.0.1:9 cannot be '
+                              'reached: connection refused')
+            self.assertNotIn('hunter22', repr(seen))
+
+    def test_proxy_that_refuses(self):
+        proxy = self.web(lambda request: [reply(407)])
+        self.assert_error(
+            self.look('https://mcp.test/', env={
+                'https_proxy': 'http://127.0.0.1:%d' % proxy.port}),
+            'http_status', 'refused to connect to mcp.test:443: HTTP 407')
+
+    def test_proxy_of_a_kind_we_do_not_know(self):
+        self.assert_error(
+            self.look('http://mcp.test/', env={
+                'http_proxy': 'socks5://u:hunter22@127.0.0.1:9'}),
+            'protocol', 'not an http:// URL')
+
+    def test_every_address_of_localhost_is_tried(self):
+        for host in ('127.0.0.1', '::1'):
+            with self.subTest(host):
+                try:
+                    web = self.web(script(), host=host)
+                except OSError:
+                    self.skipTest('no %s here' % host)
+                self.assert_ready(self.look('http://localhost:%d/mcp'
+                                            % web.port))
+
+    def test_nobody_listens(self):
+        web = self.web(script())
+        web.close()
+        self.assert_error(self.look(web.url), 'refused', '127.0.0.1:%d cannot '
+                          'be reached: connection refused' % web.port)
+
+    def test_connection_closed_without_an_answer(self):
+        web = self.web(lambda request: [])
+        self.assert_error(self.look(web.url), 'refused',
+                          'closed the connection without an answer')
+
+    def test_answer_that_is_no_http(self):
+        web = self.web(lambda request: [b'SSH-2.0-x\r\n'])
+        self.assert_error(self.look(web.url), 'protocol', 'is no HTTP')
+
+    def test_name_that_does_not_resolve(self):
+        from unittest import mock
+        failed = socket.gaierror(-2, 'Name or service not known')
+        with mock.patch('socket.getaddrinfo', side_effect=failed):
+            self.assert_error(
+                self.look('http://nowhere.test/mcp'), 'dns', 'the name of '
+                'nowhere.test:80 cannot be resolved: Name or service')
+        self.assert_error(self.look('http://%s.test/' % ('a' * 70)), 'dns')
+
+    def test_name_that_hangs_does_not_hold_up_the_deadline(self):
+        from unittest import mock
+        let_go = threading.Event()
+        self.addCleanup(let_go.set)
+        with mock.patch('socket.getaddrinfo',
+                        side_effect=lambda *given: let_go.wait(10) and []):
+            self.assert_error(self.look('http://h.test/mcp', seconds=0.2),
+                              'timeout', 'no connection, so no answer to '
+                              'initialize within')
+
+    def test_url_that_cannot_be_called(self):
+        for url in ('ftp://h/x', 'h/x', 'http://h:port/', 'http:///x'):
+            with self.subTest(url):
+                self.assert_error(self.look(url, type='http'), 'protocol',
+                                  'cannot be sent over HTTP')
+
+    def test_header_that_cannot_be_sent_is_not_shown(self):
+        for value in ('hunter22\r\nX: y', 'hunter22\u20ac'):
+            seen = self.look('http://127.0.0.1:9/', type='http',
+                             headers={'X-Api-Key': value})
+            self.assertNotIn('hunter22', repr(seen))
+            self.assertEqual(seen.state, 'error')
+
+    def test_configured_headers_are_sent_ours_win(self):
+        web = self.web(script())
+        self.assert_ready(self.look(web.url, headers={
+            'accept': 'text/html', 'X-Two': 'b', 'User-Agent': 'mine',
+            'mcp-protocol-version': '1999-01-01'}))
+        sent = web.requests[1].headers
+        self.assertEqual((sent['x-two'], sent['user-agent'],
+                          sent['mcp-protocol-version'], sent['accept']),
+                         ('b', 'mine', '2025-11-25',
+                          'application/json, text/event-stream'))
+
+    def test_user_in_the_url_logs_in(self):
+        web = self.web(script())
+        url = web.url.replace('//', '//me:pa%20ss@')
+        self.assert_ready(self.look(url))
+        self.assertEqual(web.requests[0].headers['authorization'],
+                         'Basic bWU6cGEgc3M=')
+
+    # -- TLS ----------------------------------------------------------------
+
+    def test_certificate_of_a_named_ca(self):
+        ca = self.write('ca.pem', CA_CERT)
+        web = self.web(script(), context=self.tls_context())
+        self.assert_ready(self.look(web.url, ca_file=ca))
+        self.configure({'s': {'url': web.url}})
+        for words, env in ((['--ca-file', ca], {}),
+                           ([], {'SSL_CERT_FILE': ca})):
+            done = self.sync(*words, env=dict(self.proxies, **env))
+            self.assertEqual(done.code, 0, done)
+
+    def test_certificate_of_an_unknown_ca_names_it(self):
+        web = self.web(script(), context=self.tls_context())
+        seen = self.look(web.url)
+        self.assert_error(seen, 'tls', 'no TLS with 127.0.0.1:%d' % web.port,
+                          'name the CA with --ca-file or SSL_CERT_FILE')
+        if sys.version_info >= (3, 8):
+            self.assertIn('issued by Test Inspection, Test CA', seen.detail)
+        self.assertEqual(web.requests, [])
+
+    def test_certificate_for_another_name(self):
+        web = self.web(script(), context=self.tls_context(),
+                       host='127.0.0.2')
+        seen = self.look(web.url, ca_file=self.write('ca.pem', CA_CERT))
+        self.assert_error(seen, 'tls')
+        self.assertEqual(web.requests, [])
+
+    def test_plain_http_where_tls_was_expected(self):
+        def refuse():
+            con, _ = listener.accept()
+            with con:
+                con.sendall(b'HTTP/1.1 400 Bad Request\r\n\r\n')
+                con.recv(65536)
+        listener = socket.socket()
+        self.addCleanup(listener.close)
+        listener.bind(('127.0.0.1', 0))
+        listener.listen(1)
+        threading.Thread(target=refuse, daemon=True).start()
+        self.assert_error(self.look(
+            'https://127.0.0.1:%d/' % listener.getsockname()[1]), 'tls')
+
+    def test_tls_handshake_that_never_ends(self):
+        listener = socket.socket()
+        self.addCleanup(listener.close)
+        listener.bind(('127.0.0.1', 0))
+        listener.listen(1)
+        self.assert_error(
+            self.look('https://127.0.0.1:%d/' % listener.getsockname()[1],
+                      seconds=0.2), 'timeout', 'no answer to initialize')
+
+    def test_ca_file_that_is_not_there(self):
+        self.configure({})
+        done = self.sync('--ca-file', self.path('no.pem'))
+        self.assertEqual((done.code, done.out), (1, ''))
+        self.assertIn('is not a file', done.err)
+
+    def test_remedies_repeat_the_ca_file(self):
+        ca = self.write('ca.pem', CA_CERT)
+        self.configure({'s': {'url': 'https://127.0.0.1:9/'}})
+        row = self.check('--ca-file', ca, 's:x').json['tools'][0]
+        self.assertIn('--ca-file %s sync s' % ca, row['remediation'])
+
+    # -- 24. logins ---------------------------------------------------------
+
+    def test_statuses_of_a_login(self):
+        key = {'X-API-Key': 'abcdef'}
+        for status, headers, text in (
+                (401, {}, '401: no credential is configured'),
+                (401, key, '401: the credential was refused'),
+                (403, key, '403: token lacks rights'),
+                (403, {}, '403: token lacks rights (none is configured)')):
+            for challenge in ({}, {'WWW_Authenticate': 'Bearer realm="x"'}):
+                with self.subTest(status=status, headers=headers):
+                    web = self.web(lambda request: [reply(
+                        status, {'error': 'x'}, **challenge)])
+                    seen = self.look(web.url, headers=headers)
+                    self.assertEqual((seen.state, seen.cause, seen.detail),
+                                     ('pending_auth', '', text))
+
+    def test_statuses_that_time_may_cure(self):
+        for status, cause in ((429, 'rate_limited'), (503, 'http_status')):
+            web = self.web(lambda request: [reply(
+                status, failure(request, -32000, 'x'), Retry_After='3600')])
+            self.assert_error(self.look(web.url), cause,
+                              'HTTP %d; Retry-After: 3600' % status)
+            self.assertEqual(len(web.requests), 1)
+
+    def test_authorization_server_is_looked_up_without_the_credential(self):
+        def answer(request):
+            if request.path == '/meta':
+                return [reply(200, {'authorization_servers':
+                                    ['https://as.test/t?x=y']})]
+            return [reply(401, WWW_Authenticate='Bearer resource_metadata='
+                          '"http://127.0.0.1:%d/meta"' % web.port)]
+        web = self.web(answer)
+        seen = self.look(web.url, headers={'Authorization': 'Bearer abcdef'})
+        self.assertEqual(seen.state, 'pending_auth')
+        self.assertEqual(seen.detail, '401: the credential was refused; its '
+                         'authorization server is https://as.test/t')
+        self.assertEqual([(request.method, request.path,
+                           'authorization' in request.headers)
+                          for request in web.requests],
+                         [('POST', '/mcp', True), ('GET', '/meta', False)])
+
+    def test_authorization_server_is_found_at_its_known_places(self):
+        known = '/.well-known/oauth-protected-resource'
+        for place in (known + '/mcp', known):
+            web = self.web(lambda request: [reply(
+                200, {'authorization_servers': ['https://as.test']})
+                if request.path == place else reply(401)])
+            self.assertIn('https://as.test', self.look(web.url).detail)
+            self.assertEqual({request.method for request in
+                              web.requests[1:]}, {'GET'})
+
+    def test_metadata_that_does_not_come_changes_nothing(self):
+        for answer in (reply(500), reply(302, Location='http://x.test/'),
+                       reply(200, b'<html>'), b'junk', b''):
+            web = self.web(script(GET=answer, initialize=reply(401)))
+            seen = self.look(web.url)
+            self.assertEqual((seen.state, seen.detail),
+                             ('pending_auth',
+                              '401: no credential is configured'))
+
+    def test_gate_after_a_401(self):
+        web = self.web(lambda request: [
+            reply(200, {'authorization_servers': ['https://as.test']})
+            if request.method == 'GET' else reply(401)])
+        self.configure({'s': {'url': web.url}})
+        done = self.sync(env=self.proxies)
+        self.assertEqual(done.code, 11, done)
+        self.assertEqual(done.json['servers'][0]['state'], 'pending_auth')
+        done = self.check('s:x')
+        self.assertEqual(done.code, 11, done)
+        row = done.json['tools'][0]
+        self.assertEqual((row['reason'], row['action']),
+                         ('oauth_required', 'login'))
+        self.assertIn('https://as.test', row['detail'])
+        shown = self.run_cli('servers', 'show', 's', '-o', 'json').json
+        self.assertEqual(shown['state'], 'pending_auth')
+        self.assertIn('https://as.test', shown['detail'])
+
+    def test_end_of_the_credential_is_seen_and_nothing_else_of_it(self):
+        now = int(time.time())
+        token = jwt(exp=now + 7200, sub='hunter22')
+        web = self.web(script())
+        self.configure({'s': {'url': web.url, 'headers': {
+            'Authorization': 'Bearer ${TOK}'}}})
+        done = self.sync(env=dict(self.proxies, TOK=token))
+        self.assertEqual(done.code, 0, done)
+        shown = self.run_cli('servers', 'show', 's', '-o', 'json').json
+        self.assertEqual(shown['expires_at'],
+                         pf.format_time((now + 7200) * 1000))
+        with open(os.path.join(self.home, 'preflight.db'), 'rb') as file:
+            data = file.read()
+        self.assertNotIn(token.split('.')[1].encode(), data)
+        self.assertNotIn(b'hunter22', data)
+        for words, code in (([], 0), (['--horizon', '1h'], 0),
+                            (['--horizon', '3h'], 11)):
+            done = self.check('s:echo', *words)
+            self.assertEqual(done.code, code, done)
+        self.assertIn('ends in', done.json['tools'][0]['detail'])
+        self.assertEqual(done.json['tools'][0]['reason'], 'oauth_required')
+
+    def test_credential_past_its_end_is_a_login(self):
+        web = self.web(script())
+        for token, code in ((jwt(exp=int(time.time()) - 60), 11),
+                            ('opaque', 0)):
+            self.configure({'s': {'url': web.url, 'headers': {
+                'Authorization': 'Bearer ' + token}}})
+            self.assertEqual(self.sync(env=self.proxies).code, 0)
+            done = self.check('s:echo')
+            self.assertEqual(done.code, code, done)
+        self.assertEqual(self.check('s:echo', '--horizon', '900d').code, 0)
+        self.assertEqual(self.check('s:echo', '--horizon', 'soon').code, 1)
+
+    def test_secrets_stay_out_of_output_and_state(self):
+        secrets = ('sk-live-1234', 'abcd9999', 'zzzz8888', 'pppp7777')
+
+        def echo(request):
+            return [reply(400, ('bad key: %s %s' % (
+                request.headers, request.path)).encode(), 'text/plain')]
+        web = self.web(echo)
+        self.configure({'s': {
+            'url': 'http://u:pppp7777@127.0.0.1:%d/mcp?exaApiKey=zzzz8888'
+            % web.port, 'headers': {'X-Api-Key': 'sk-live-1234',
+                                    'Authorization': 'Bearer abcd9999'}}})
+        text = ''
+        for words in (('sync',), ('sync', '--debug'), ('servers', 'show', 's'),
+                      ('tools', 'preflight', 's:x'), ('activity', 'list')):
+            done = self.run_cli(*words, env=self.proxies)
+            text += done.out + done.err
+        self.assertIn('HTTP 400: bad key', text)
+        for name in os.listdir(self.home):
+            with open(os.path.join(self.home, name), 'rb') as file:
+                text += file.read().decode('latin-1')
+        for secret in secrets:
+            self.assertNotIn(secret, text)
+
+    # -- 61. ids of replies -------------------------------------------------
+
+    def test_id_that_comes_back_as_text(self):
+        web = self.web(script(tools_list=lambda request: reply(200, dict(
+            result(request), id=str(request.message['id'])))))
+        self.assert_ready(self.look(web.url))
+
+    def test_id_that_does_not_come_back(self):
+        for number in (None, 0):
+            web = self.web(script(tools_list=lambda request: reply(200, dict(
+                result(request), id=number))))
+            self.assert_error(self.look(web.url), 'protocol',
+                              'does not echo request ids')
+
+    def test_reply_to_another_request_is_not_taken(self):
+        web = self.web(script(tools_list=lambda request: stream(
+            dict(result(request, tools=[]), id=1), result(request))))
+        self.assert_ready(self.look(web.url))
+        web = self.web(script(tools_list=lambda request: reply(
+            200, dict(result(request), id=99))))
+        self.assert_error(self.look(web.url), 'protocol',
+                          'ended without a reply')
+
+    def test_error_status_may_carry_any_id(self):
+        for number in ('server-error', None, 99):
+            web = self.web(script(tools_list=lambda request: reply(
+                400, dict(failure(request, -32600, 'why'), id=number))))
+            self.assert_error(self.look(web.url), 'protocol',
+                              'error -32600: why')
+
+    # -- 66. what counts as an answer ---------------------------------------
+
+    def test_answer_that_is_no_message(self):
+        for body, kind in ((b'{"error": "Session not found"}',
+                            'application/json'), (b'[]', 'application/json'),
+                           (b'<html>', 'text/html'), (b'', None),
+                           (b'{"jsonrpc": "2.0", "id"', 'application/json')):
+            with self.subTest(body):
+                web = self.web(script(tools_list=reply(200, body, kind)))
+                self.assert_error(self.look(web.url), 'protocol',
+                                  'JSON-RPC message')
+
+    def test_media_type_in_any_case_with_parameters(self):
+        web = self.web(script(initialize=lambda request: reply(
+            200, result(request), 'Application/JSON; Charset=UTF-8')))
+        self.assert_ready(self.look(web.url))
+
+    def test_notification_may_be_accepted_in_many_ways(self):
+        for status in (200, 202, 204, 400):
+            web = self.web(script(notifications_initialized=reply(
+                status, kind=None)))
+            self.assert_ready(self.look(web.url))
+
+    def test_request_that_is_only_accepted(self):
+        web = self.web(script(tools_list=reply(202)))
+        self.assert_error(self.look(web.url), 'http_status', 'HTTP 202')
+
+    def test_reply_that_is_not_utf8(self):
+        web = self.web(script(tools_list=lambda request: reply(
+            200, json.dumps(result(request)).replace('Echo', '\xff').encode(
+                'latin-1'))))
+        self.assert_error(self.look(web.url), 'protocol', 'not UTF-8')
+
+    # -- what servers ask and say meanwhile ---------------------------------
+
+    def test_request_of_the_server_is_answered_by_a_post(self):
+        web = self.web(script(tools_list=lambda request: stream(
+            {'jsonrpc': '2.0', 'id': 'p', 'method': 'ping'},
+            {'jsonrpc': '2.0', 'id': 'r', 'method': 'roots/list'},
+            result(request))))
+        self.assert_ready(self.look(web.url))
+        told = [request.message for request in web.requests
+                if request.message.get('id') in ('p', 'r')]
+        self.assertEqual([(message['id'], 'error' in message)
+                          for message in told], [('p', False), ('r', True)])
+
+    def test_list_that_changed_is_fetched_again(self):
+        def listing(request):
+            asked.append(request)
+            if len(asked) > 1:
+                return reply(200, result(request, tools=[tool('new')]))
+            return stream(
+                {'jsonrpc': '2.0', 'method':
+                 'notifications/tools/list_changed'}, result(request))
+        asked = []
+        web = self.web(script(tools_list=listing))
+        self.assert_ready(self.look(web.url), ['new'])
+
+    # -- the older HTTP+SSE -------------------------------------------------
+
+    def older(self, endpoint='/messages?s=1', post=None, **more):
+        """Start a server of 2024-11-05: replies come on the stream."""
+        replies = []
+        ready = threading.Condition()
+
+        def events(server, con):
+            while not server.is_closed.is_set():
+                with ready:
+                    if not replies:
+                        ready.wait(0.05)
+                    found, replies[:] = list(replies), []
+                for message in found:
+                    con.sendall(b'event: message\ndata: %s\n\n'
+                                % json.dumps(message).encode())
+
+        def answer(request):
+            if (request.method, request.path) == ('GET', '/sse'):
+                return stream(b'event: endpoint\ndata: %s\n\n' % (
+                    endpoint % {'port': web.port}).encode(), events)
+            if request.path == '/sse':
+                return [reply(more.get('status', 405), b'<html>')]
+            if request.method == 'GET':
+                return [reply(404)]
+            if post:
+                return post(request)
+            if 'id' in request.message and 'method' in request.message:
+                with ready:
+                    replies.extend(more.get('notes', ()))
+                    replies.append(result(request, '2024-11-05'))
+                    ready.notify()
+            return [reply(202, b'Accepted', 'text/plain')]
+        web = self.web(answer)
+        web.url = web.url.replace('/mcp', '/sse')
+        return web
+
+    def test_older_transport(self):
+        web = self.older()
+        seen = self.look(web.url, type='sse')
+        self.assert_ready(seen)
+        self.assertEqual(seen.protocol, '2024-11-05')
+        self.assertEqual(
+            [(request.method, request.path) for request in web.requests],
+            [('GET', '/sse')] + [('POST', '/messages?s=1')] * 3)
+        self.assertEqual(web.requests[0].headers['accept'],
+                         'text/event-stream')
+
+    def test_older_transport_with_an_absolute_endpoint(self):
+        self.assert_ready(self.look(self.older(
+            'http://127.0.0.1:%(port)d/m').url, type='sse'))
+
+    def test_endpoint_of_another_origin_is_refused(self):
+        thief = self.web(script())
+        for place in ('http://127.0.0.1:%d/m?k=v' % thief.port, '//h.test/m',
+                      'https://127.0.0.1:%(port)d/m', 'file:///m'):
+            web = self.older(place)
+            self.assert_error(self.look(web.url, type='sse'), 'protocol',
+                              'another origin')
+            self.assertEqual(web.methods, ['GET'])
+        self.assertEqual(thief.requests, [])
+
+    def test_url_without_a_type_falls_back_to_the_older_transport(self):
+        for status in (400, 404, 405, 406, 415):
+            with self.subTest(status):
+                web = self.older(status=status)
+                self.assert_ready(self.look(web.url))
+                self.assertEqual(web.methods[:2], ['initialize', 'GET'])
+
+    def test_other_refusals_do_not_fall_back(self):
+        for status in (401, 403, 429, 500):
+            web = self.older(status=status)
+            self.assertNotEqual(self.look(web.url).state, 'ready')
+            self.assertNotIn(('GET', '/sse'), [
+                (request.method, request.path) for request in web.requests])
+
+    def test_declared_type_does_not_fall_back(self):
+        web = self.older(status=405)
+        self.assert_error(self.look(web.url, type='http'), 'http_status',
+                          'HTTP 405')
+        self.assertEqual(web.methods, ['initialize'])
+
+    def test_first_refusal_is_the_one_reported(self):
+        web = self.web(script(initialize=reply(400, b'no', 'text/plain'),
+                              GET=reply(404)))
+        self.assert_error(self.look(web.url), 'http_status', 'HTTP 400: no')
+        self.assertEqual(web.methods, ['initialize', 'GET'])
+
+    def test_login_found_on_the_way_back_is_reported(self):
+        web = self.web(script(initialize=reply(405), GET=reply(401)))
+        self.assertEqual(self.look(web.url).state, 'pending_auth')
+
+    def test_post_that_is_never_answered(self):
+        for post, told in ((lambda request: [hang], 'no answer'),
+                           (lambda request: [reply(202)], 'no answer')):
+            web = self.older(post=post)
+            self.assert_error(self.look(web.url, type='sse', seconds=0.2),
+                              'timeout', told + ' to initialize')
+
+    def test_post_that_is_refused(self):
+        web = self.older(post=lambda request: [reply(401)])
+        self.assertEqual(self.look(web.url, type='sse').state,
+                         'pending_auth')
+        web = self.older(post=lambda request: [reply(500)])
+        self.assert_error(self.look(web.url, type='sse'), 'http_status')
+
+    def test_stream_without_an_endpoint(self):
+        web = self.web(script(GET=lambda request: stream(b'data: x\n\n')))
+        self.assert_error(self.look(web.url, type='sse'), 'protocol',
+                          'names no endpoint')
+        from unittest import mock
+        web = self.web(script(GET=lambda request: stream(hang)))
+        with mock.patch.object(pf, 'ENDPOINT_MS', 200):
+            self.assert_error(self.look(web.url, type='sse'), 'timeout')
+
+    def test_stream_that_is_none(self):
+        web = self.web(script(GET=reply(200, b'<html>', 'text/html')))
+        self.assert_error(self.look(web.url, type='sse'), 'http_status')
+
+    def test_stream_that_ends_before_the_reply(self):
+        web = self.web(script(
+            GET=lambda request: stream(b'event: endpoint\ndata: /m\n\n'),
+            initialize=reply(202)))
+        self.assert_error(self.look(web.url, type='sse'), 'protocol',
+                          'the event stream ended')
+
+    def test_list_that_changed_on_the_older_transport(self):
+        web = self.older(notes=[{
+            'jsonrpc': '2.0', 'method': 'notifications/tools/list_changed'}])
+        self.assert_ready(self.look(web.url, type='sse'))
+        self.assertEqual(web.methods.count('tools/list'), 2)
+
+    # -- all of it, as a user would -----------------------------------------
+
+    def test_sync_and_gate(self):
+        web = self.web(script())
+        old = self.older()
+        self.configure({'new': {'url': web.url, 'type': 'http'},
+                        'old': {'url': old.url}})
+        done = self.sync(env=self.proxies)
+        self.assertEqual(done.code, 0, done)
+        self.assertEqual([(row['server'], row['state'], row['tools'])
+                          for row in done.json['servers']],
+                         [('new', 'ready', 1), ('old', 'ready', 1)])
+        done = self.check('new:echo', 'old:echo')
+        self.assertEqual(done.code, 0, done)
+        before = len(web.requests) + len(old.requests)
+        self.assertEqual(self.check('new:nope').code, 12)
+        self.assertEqual(len(web.requests) + len(old.requests), before)
+
+
+# ==========================================================================
 # 20. commands and 23. cli
 # ==========================================================================
 
@@ -1028,6 +7253,11 @@ QUIET = {'LC_ALL': 'C', 'PYTHONUTF8': '0', 'PYTHONCOERCECLOCALE': '0'}
 class CliCase(TempCase):
     """Runs the command line inside this process, where one of its own
     would add nothing but the time to start it."""
+
+    def serve(self, name='s', **spec):
+        """(Re)write a fake server that starts in less time."""
+        entry = super().serve(name, **spec)
+        return dict(entry, args=['-I', '-S'] + entry['args'])
 
     def cli(self, *words, **env):
         """Run main() against this test's state; returns a Result."""
@@ -1100,7 +7330,10 @@ class CliCase(TempCase):
         """End a process of ours, whatever it does."""
         if process.poll() is None:
             process.kill()
-        process.communicate()
+        process.wait()
+        for stream in process.stdout, process.stderr:
+            if stream:
+                stream.close()
 
     def shell(self, command, **env):
         """Run a line as an operator would paste it into sh."""
@@ -1497,11 +7730,11 @@ class TestScenarios(CliCase):
                                  & set(first))
 
     def test_an_agent_cannot_tell_out_of_scope_from_unknown(self):
-        ids = 's:ok', 'elsewhere:ok', 'flip:nope', 'odd:ok', 'off:echo'
+        ids = 's:ok', 'elsewhere:ok', 'odd:ok', 'off:echo', 'never:x'
         rows = [pf.answer_fields(self.agent(['flip'], text).answers[0])
-                for text in ids if text != 'flip:nope']
+                for text in ids]
         rows.append(pf.answer_fields(
-            self.agent(['live'], 'live:nope').answers[0]))
+            self.agent(['live'], 'live:zzzzzzz').answers[0]))
         for row in rows:
             self.assertNotIn('did_you_mean', row)
             del row['id']
@@ -1517,9 +7750,14 @@ class TestScenarios(CliCase):
                          [('empty:echo', True)])
 
     def test_suggestions_name_what_can_be_seen_only(self):
-        rows = self.ask('off:ech', 'flip:ech', 'elsewhere:xx').json['tools']
-        for row in rows:
+        for row in self.ask('off:ech', 'flip:ech', 'flipp:echo', 'offf:echo',
+                            'elsewhere:xx').json['tools']:
             self.assertNotIn('did_you_mean', row)
+        row = self.ask('s:echo').json['tools'][0]
+        self.assertEqual(row['reason'], 'not_found')
+        self.assertIn('old:echo', row['did_you_mean'])
+        self.assertFalse({'off:echo', 'flip:echo', 'edited:echo'}
+                         & set(row['did_you_mean']))
 
     def test_a_renamed_server_is_suggested_inside_the_profile_only(self):
         row = self.ask('lives:echo').json['tools'][0]
@@ -1575,6 +7813,1634 @@ class TestConformance(unittest.TestCase):
                         self.assertIn('request_error', expected)
                     else:
                         self.assertEqual(ours, expected)
+
+
+# --------------------------------------------------------------------------
+# commands
+# --------------------------------------------------------------------------
+
+# A name that would run commands, were it not quoted.
+ODD = 'we ird\'s "$(touch pwned)" `touch pwned`; touch pwned #'
+
+
+class Test20Commands(CliCase):
+    """What each command reads, writes and refuses."""
+
+    def token_of(self, text):
+        """Give the review token of an id."""
+        return self.cli('tools', 'diff', text, '-o', 'json').json['token']
+
+    def changed(self, *names):
+        """Have a server whose tools of these names changed."""
+        self.one_server(*[tool(name) for name in names])
+        self.serve(tools=[tool(name, 'Changed') for name in names])
+        self.look()
+
+    def test_approve_takes_the_token_that_was_reviewed(self):
+        self.changed('echo')
+        done = self.cli('tools', 'approve', 's:echo', '--expect',
+                        self.token_of('s:echo'))
+        self.assertEqual(done.code, 0, done)
+        self.assertIn('approved', done.out)
+        self.assertEqual(self.reasons('s:echo'), ['ready'])
+
+    def test_approve_refuses_what_changed_since_the_review(self):
+        self.changed('echo')
+        token = self.token_of('s:echo')
+        self.serve(tools=[tool(description='Changed again')])
+        self.look()
+        done = self.cli('tools', 'approve', 's:echo', '--expect', token)
+        self.assertEqual((done.code, done.out), (1, ''))
+        self.assertIn(self.token_of('s:echo'), done.err)
+        self.assertIn('tools diff s:echo', done.err)
+        self.assertEqual(self.reasons('s:echo'), ['tool_changed'])
+
+    def test_approve_binds_the_hints_too(self):
+        self.one_server(tool(annotations=SAFE))
+        self.serve(tools=[tool(description='Changed', annotations=SAFE)])
+        self.look()
+        token = self.token_of('s:echo')
+        self.serve(tools=[tool(description='Changed')])
+        self.look()
+        done = self.cli('tools', 'approve', 's:echo', '--expect', token)
+        self.assertEqual(done.code, 1)
+
+    def test_an_empty_or_wrong_expect_approves_nothing(self):
+        self.changed('echo')
+        for token in '', 'f' * 64, self.token_of('s:echo')[:-1]:
+            with self.subTest(token):
+                done = self.cli('tools', 'approve', 's:echo', '--yes',
+                                '--expect', token)
+                self.assertEqual((done.code, done.out), (1, ''))
+                self.assertEqual(self.reasons('s:echo'), ['tool_changed'])
+
+    def test_approve_asks_and_no_terminal_is_no(self):
+        self.changed('echo')
+        done = self.cli('tools', 'approve', 's:echo')
+        self.assertEqual((done.code, done.out), (1, ''))
+        self.assertIn('--expect', done.err)
+        self.assertEqual(self.reasons('s:echo'), ['tool_changed'])
+
+    def test_approve_asks_with_the_diff(self):
+        self.changed('echo')
+        line = self.line('tools', 'approve', 's:echo')
+        for answer, code, reason in (('n', 1, 'tool_changed'),
+                                     ('', 1, 'tool_changed'),
+                                     ('y', 0, 'ready')):
+            with self.subTest(answer):
+                done = self.on_terminal(line, answer)
+                self.assertEqual(done.code, code, done)
+                self.assertIn('+Changed', done.out)
+                self.assertEqual(self.reasons('s:echo'), [reason])
+
+    def test_approve_refuses_what_changes_while_it_asks(self):
+        self.changed('echo')
+
+        def change():
+            self.serve(tools=[tool(description='Behind your back')])
+            self.look()
+        done = self.on_terminal(self.line('tools', 'approve', 's:echo'),
+                                'y', change)
+        self.assertEqual(done.code, 1, done)
+        self.assertIn('changed while it was reviewed', done.out)
+        self.assertEqual(self.reasons('s:echo'), ['tool_changed'])
+
+    def test_approve_of_a_server_or_of_all(self):
+        self.changed('a', 'b')
+        self.servers = {'s': self.entry, 'other': self.serve(
+            'other', tools=[tool()])}
+        self.configure(self.servers)
+        self.look('other')
+        self.serve('other', tools=[tool(), tool('new')])
+        self.look('other')
+        ids = 's:a', 's:b', 'other:new'
+        for words, rows, left in (
+                (('--server', 's'), ['s:a', 's:b'],
+                 ['ready', 'ready', 'tool_pending_approval']),
+                (('--all',), ['other:new'], ['ready'] * 3),
+                (('--all',), [], ['ready'] * 3)):
+            with self.subTest(words):
+                done = self.cli('tools', 'approve', '--yes', '-o', 'json',
+                                *words)
+                self.assertEqual(done.json, [
+                    {'id': row, 'result': 'approved'} for row in rows])
+                self.assertEqual(self.reasons(*ids), left)
+
+    def test_approve_wants_one_way_to_name_tools(self):
+        self.changed('echo')
+        for words in ((), ('--server', 's', '--all'), ('s:echo', '--all'),
+                      ('--server', ''), ('--server', 'nope'),
+                      ('s:echo', '--server', 's'), ('s:nope',), ('nope:x',),
+                      ('colonless',), ('--all', '--expect', 'f' * 64)):
+            with self.subTest(words):
+                done = self.cli('tools', 'approve', '--yes', *words)
+                self.assertEqual((done.code, done.out), (1, ''))
+                self.assertEqual(self.reasons('s:echo'), ['tool_changed'])
+
+    def test_approve_refuses_what_has_no_one_definition(self):
+        self.one_server(tool(), tool('gone'))
+        self.serve(tools=[tool(), tool(description='Another')])
+        self.look()
+        for text, part in (('s:echo', 'twice'), ('s:gone', 'not listed')):
+            with self.subTest(text):
+                done = self.cli('tools', 'approve', '--yes', text)
+                self.assertEqual((done.code, done.out), (1, ''))
+                self.assertIn(part, done.err)
+
+    def test_approve_again_changes_nothing_and_leaves_no_record(self):
+        self.changed('echo')
+        results = []
+        for _ in range(2):
+            done = self.cli('tools', 'approve', '--yes', 's:echo', '-o',
+                            'json')
+            results += [row['result'] for row in done.json]
+        self.assertEqual(results, ['approved', 'unchanged'])
+        rows = self.records('--type', 'approval')
+        self.assertEqual([row['metadata']['tools'] for row in rows],
+                         [['s:echo']])
+
+    def test_an_approval_says_who_approved_what(self):
+        self.changed('echo')
+        token = self.token_of('s:echo')
+        self.cli('tools', 'approve', 's:echo', '--expect', token)
+        row = self.records('--type', 'approval')[0]
+        self.assertEqual((row['actor'], row['source'], row['metadata']), (
+            'operator', 'cli', {'action': 'approve', 'tools': ['s:echo'],
+                                'tokens': [token]}))
+        shown = self.cli('tools', 'show', 's:echo', '-o', 'json').json
+        self.assertEqual((shown['status'], shown['approved_how']),
+                         ('approved', 'approve'))
+
+    def test_block_and_unblock(self):
+        self.one_server(tool())
+        for verb, result, reason in (
+                ('block', 'blocked', 'tool_blocked_by_user'),
+                ('block', 'unchanged', 'tool_blocked_by_user'),
+                ('unblock', 'unblocked', 'ready'),
+                ('unblock', 'unchanged', 'ready')):
+            with self.subTest(verb, result=result):
+                done = self.cli('tools', verb, ' s:echo ', '-o', 'json')
+                self.assertEqual(done.json, [
+                    {'id': 's:echo', 'result': result}])
+                self.assertEqual(self.reasons('s:echo'), [reason])
+
+    def test_a_block_holds_for_what_is_still_to_come(self):
+        self.one_server(tool(), trust_mode='auto')
+        done = self.cli('tools', 'block', 's:later')
+        self.assertEqual(done.code, 0)
+        self.assertIn('not known here', done.err)
+        self.serve(tools=[tool(), tool('later')])
+        self.look()
+        self.assertEqual(self.reasons('s:later'), ['tool_blocked_by_user'])
+
+    def test_a_block_survives_another_launch(self):
+        self.one_server(tool())
+        self.cli('tools', 'block', 's:echo')
+        self.entry['args'].append('--more')
+        self.configure({'s': self.entry})
+        self.cli('servers', 'approve', 's', '--yes')
+        self.look()
+        self.assertEqual(self.reasons('s:echo'), ['tool_blocked_by_user'])
+
+    def test_block_refuses_ids_that_lead_nowhere(self):
+        self.one_server(tool())
+        for words in ((), ('colonless',), ('nope:x',), ('s:echo', 's:')):
+            with self.subTest(words):
+                done = self.cli('tools', 'block', *words)
+                self.assertEqual((done.code, done.out), (1, ''))
+        self.assertEqual(self.reasons('s:echo'), ['ready'])
+
+    def test_explain_runs_the_gates_in_their_order(self):
+        self.changed('echo')
+        before = len(self.records())
+        pin = 's:echo=sha256/v1:' + 'f' * 64
+        rows = self.cli('tools', 'explain', 's:echo', '--pin', pin, '-o',
+                        'json').json
+        self.assertEqual([row['gate'] for row in rows],
+                         [name for name, _ in pf.GATES])
+        self.assertEqual([row['gate'] for row in rows
+                          if row['result'] == 'stopped'], ['changed', 'pin'])
+        self.assertTrue(all(row['fact'] for row in rows))
+        self.assertEqual(len(self.records()), before)
+
+    def test_explain_stops_where_there_is_no_server(self):
+        self.one_server(tool())
+        rows = self.cli('tools', 'explain', 'nope:x', '-o', 'json').json
+        self.assertEqual([row['result'] for row in rows[:3]],
+                         ['passed', 'stopped', 'not reached'])
+
+    def test_list_has_the_agreed_keys(self):
+        self.one_server(tool(annotations=SAFE), tool('b'))
+        self.cli('tools', 'block', 's:b')
+        other, row = self.cli('tools', 'list', '-o', 'json').json
+        self.assertEqual(list(row), [
+            'id', 'server', 'name', 'listed', 'status', 'blocked', 'denied',
+            'hash', 'approved_hash', 'annotations', 'first_seen',
+            'last_seen'])
+        self.assertEqual(row['hash'], PIN % (1, hash_of(tool())))
+        self.assertEqual(row['approved_hash'], row['hash'])
+        self.assertEqual(row['annotations'], SAFE)
+        self.assertEqual((other['blocked'], other['status']),
+                         (True, 'approved'))
+
+    def test_list_takes_servers_and_names_a_wrong_one(self):
+        self.one_server(tool())
+        self.configure({'s': self.entry, 't': self.serve('t')})
+        self.assertEqual(len(self.cli('tools', 'list', 's', 't', '-o',
+                                      'json').json), 1)
+        done = self.cli('tools', 'list', 'ss')
+        self.assertEqual((done.code, done.out), (1, ''))
+        self.assertIn('did you mean s?', done.err)
+
+    def test_show_prints_the_pin_that_fits(self):
+        self.one_server(tool('a b'))
+        pin = self.cli('tools', 'show', 's:a b', '-o', 'json').json['pin']
+        done = self.shell(self.line('tools', 'preflight', 's:a b') + ' '
+                          + pin)
+        self.assertEqual(done.code, 0, done)
+
+    def test_show_and_diff_name_the_nearest_tool(self):
+        self.one_server(tool())
+        for verb in 'show', 'diff':
+            done = self.cli('tools', verb, 's:ecko')
+            self.assertEqual((done.code, done.out), (1, ''))
+            self.assertIn('did you mean s:echo?', done.err)
+
+    def test_a_tombstone_can_be_shown_but_is_not_listed(self):
+        self.one_server(tool(), tool('gone'))
+        self.serve(tools=[tool()])
+        self.look()
+        shown = self.cli('tools', 'show', 's:gone', '-o', 'json').json
+        self.assertFalse(shown['listed'])
+        self.assertEqual(self.reasons('s:gone'), ['not_found'])
+
+    def test_sync_first_looks_at_the_named_servers_only(self):
+        self.configure({
+            's': self.serve(tools=[tool()]),
+            'off': dict(self.serve('off', starts=self.path('off.started')),
+                        enabled=False),
+            'other': self.serve('other', starts=self.path('other.started'))},
+            profiles={'p': {'servers': ['s']}})
+        self.assertEqual(self.reasons('--sync', 's:echo', 'off:echo',
+                                      'nope:x'),
+                         ['ready', 'server_disabled',
+                          'server_not_configured'])
+        self.assertEqual(self.reasons('--sync', '--profile', 'p', 's:echo',
+                                      'other:echo'),
+                         ['ready', 'server_not_in_scope'])
+        for name in 'off.started', 'other.started':
+            self.assertFalse(os.path.exists(self.path(name)))
+
+    def test_a_failed_look_does_not_stop_the_gate(self):
+        self.configure({'s': self.serve(die='start', code=3)})
+        done = self.ask('--sync', 's:echo')
+        self.assertEqual(done.code, 10)
+        self.assertEqual(done.json['tools'][0]['cause'], 'exited')
+
+    def test_profiles_list(self):
+        self.configure({'s': self.serve()}, profiles={
+            'nightly': {'servers': ['s', 'gone']}, 'a': {'servers': []}})
+        self.assertEqual(self.cli('profiles', 'list', '-o', 'json').json, [
+            {'profile': 'a', 'servers': [], 'not_configured': []},
+            {'profile': 'nightly', 'servers': ['s', 'gone'],
+             'not_configured': ['gone']}])
+
+
+class Test20Servers(CliCase):
+    """Switches, launches, and what `servers` shows of them."""
+
+    def shown(self, name='s'):
+        """Run `servers show -o json`."""
+        return self.cli('servers', 'show', name, '-o', 'json').json
+
+    def test_show_has_launch_state_and_stderr(self):
+        self.configure({'s': self.serve(die='start', code=3,
+                                        stderr='no disk\n')})
+        self.look()
+        row = self.shown()
+        self.assertEqual((row['state'], row['cause'], row['stderr']),
+                         ('error', 'exited', 'no disk\n'))
+        self.assertIn('fake.py', row['launch'])
+        self.assertEqual(len(row['launch_digest']), 64)
+        self.assertFalse(row['launch_known'])
+
+    def test_show_says_whether_the_launch_is_known(self):
+        self.one_server(tool())
+        self.assertIs(self.shown()['launch_known'], True)
+        self.entry['args'].append('--more')
+        self.configure({'s': self.entry})
+        row = self.shown()
+        self.assertIs(row['launch_known'], False)
+        self.assertIn('launch changed', row['why'])
+
+    def test_list_calls_a_look_from_the_future_stale(self):
+        self.one_server(tool(), max_age='0')
+        self.change_link('s', observed_at=self.world().now() + pf.DAY_MS)
+        rows = self.cli('servers', 'list', '-o', 'json').json
+        self.assertEqual(rows[0]['state'], 'stale')
+
+    def test_switches(self):
+        self.one_server(tool())
+        for verb, reason, shown in (
+                ('disable', 'server_disabled', (False, 'switch')),
+                ('disable', 'server_disabled', (False, 'switch')),
+                ('enable', 'ready', (True, 'config'))):
+            with self.subTest(verb):
+                self.assertEqual(self.cli('servers', verb, 's').code, 0)
+                self.assertEqual(self.reasons('s:echo'), [reason])
+                row = self.shown()
+                self.assertEqual((row['enabled'], row['enabled_by']), shown)
+
+    def test_a_quarantine_is_lifted_by_approve(self):
+        self.one_server(tool())
+        self.cli('servers', 'quarantine', 's')
+        self.assertEqual(self.reasons('s:echo'), ['server_quarantined'])
+        self.assertEqual(self.look().code, 11)
+        self.assertEqual(self.cli('servers', 'approve', 's').code, 0)
+        self.assertEqual(self.reasons('s:echo'), ['ready'])
+
+    def test_a_switch_wins_while_the_config_says_what_it_overrode(self):
+        self.one_server(tool())
+        off = dict(self.entry, enabled=False)
+        self.configure({'s': off})
+        self.cli('servers', 'enable', 's')
+        self.assertEqual(self.reasons('s:echo'), ['ready'])
+        self.assertEqual(self.shown()['enabled_by'], 'switch')
+        self.look()
+        self.assertEqual(self.reasons('s:echo'), ['ready'])
+
+    def test_a_config_that_changed_since_wins_and_ends_the_switch(self):
+        self.one_server(tool())
+        off, on = dict(self.entry, enabled=False), self.entry
+        self.cli('servers', 'disable', 's')
+        self.configure({'s': off})
+        self.assertEqual(self.shown()['enabled_by'], 'config')
+        self.assertIn('ends the switch', self.look().err)
+        self.configure({'s': on})
+        self.assertEqual(self.reasons('s:echo'), ['ready'])
+        self.assertNotIn('ends the switch', self.look().err)
+
+    def test_a_quarantine_in_the_config_can_be_overridden(self):
+        self.one_server(tool())
+        self.configure({'s': dict(self.entry, quarantined=True)})
+        self.assertEqual(self.reasons('s:echo'), ['server_quarantined'])
+        self.cli('servers', 'approve', 's')
+        self.assertEqual(self.reasons('s:echo'), ['ready'])
+        self.configure({'s': self.entry})
+        self.look()
+        self.configure({'s': dict(self.entry, quarantined=True)})
+        self.assertEqual(self.reasons('s:echo'), ['server_quarantined'])
+
+    def test_a_changed_launch_is_not_started_until_it_is_approved(self):
+        self.one_server(tool())
+        started = self.path('started')
+        self.serve(tools=[tool()], starts=started)
+        self.entry['args'].append('--more')
+        self.configure({'s': self.entry})
+        row = self.look().json['servers'][0]
+        self.assertEqual(row['state'], 'quarantined')
+        self.assertFalse(os.path.exists(started))
+        self.assertEqual(self.cli('servers', 'approve', 's').code, 1)
+        digest = self.shown()['launch_digest']
+        for expect, code in (('', 1), ('f' * 64, 1), (digest, 0)):
+            done = self.cli('servers', 'approve', 's', '--yes', '--expect',
+                            expect)
+            self.assertEqual(done.code, code, done)
+        self.look()
+        self.assertEqual(self.reasons('s:echo'), ['ready'])
+
+    def test_an_approved_launch_still_compares_the_definitions(self):
+        self.one_server(tool())
+        self.serve(tools=[tool(description='Changed too')])
+        self.entry['args'].append('--more')
+        self.configure({'s': self.entry})
+        done = self.cli('servers', 'approve', 's', '--yes', '-o', 'json')
+        self.assertEqual(done.json['carried'], 1)
+        self.look()
+        self.assertEqual(self.reasons('s:echo'), ['tool_changed'])
+
+    def test_what_is_decided_leaves_a_record(self):
+        self.one_server(tool())
+        for verb, action in (('disable', 'disabled'), ('enable', 'enabled'),
+                             ('quarantine', 'quarantined'),
+                             ('approve', 'approved')):
+            self.cli('servers', verb, 's')
+            row = self.records('--type', 'server')[0]
+            self.assertEqual(row['metadata'], {'action': action,
+                                               'server': 's'})
+
+    def test_names_that_are_not_configured(self):
+        self.one_server(tool())
+        for words in (('enable', 'ss'), ('show',), ('show', 's', 's'),
+                      ('list', 'ss'), ('approve', ''), ('disable', '')):
+            with self.subTest(words):
+                done = self.cli('servers', *words)
+                self.assertEqual((done.code, done.out), (1, ''))
+        self.assertEqual(self.reasons('s:echo'), ['ready'])
+
+
+class Test20Activity(CliCase):
+    """The audit records as the commands show them."""
+
+    def check_often(self):
+        """Leave four checks of two kinds."""
+        self.one_server(tool())
+        for words in (('s:echo',), ('s:nope', '--request-id', 'run-7'),
+                      ('nope:x', 's:nope'), ('s:echo',)):
+            self.ask(*words)
+
+    def test_one_record_for_each_check_with_ids_and_codes_only(self):
+        self.check_often()
+        row = self.records('--request-id', 'run-7')[0]
+        self.assertEqual(row['metadata'], {
+            'verdict': 'unknown_ids', 'ids_count': 1,
+            'reasons': {'not_found': 1}, 'per_tool': [
+                {'id': 's:nope', 'status': 'unavailable',
+                 'reason': 'not_found'}]})
+        self.assertEqual((row['type'], row['source'], row['actor'],
+                          row['status'], row['request_id']), (
+            'preflight', 'cli', 'operator', 'blocked', 'run-7'))
+
+    def test_list_filters(self):
+        self.check_often()
+        now = pf.format_time(self.world().now() + pf.MINUTE_MS)
+        for words, count in (
+                (('--type', 'preflight'), 4), (('--type', 'sync'), 1),
+                (('--status', 'blocked'), 2), (('--since', now), 0),
+                (('--until', now), 5), (('--until', '2001-01-01'), 0),
+                (('--status', 'success', '--type', 'preflight'), 2),
+                (('--limit', '3'), 3), (('--offset', '4'), 1)):
+            with self.subTest(words):
+                self.assertEqual(len(self.records(*words)), count)
+        found = self.cli('activity', 'list', '--limit', '2', '--offset',
+                         '1', '-o', 'json').json
+        self.assertEqual((found['total'], found['limit'], found['offset']),
+                         (5, 2, 1))
+
+    def test_list_reads_as_lines(self):
+        self.check_often()
+        out = self.cli('activity', 'list').out
+        self.assertIn('  ready (1 id)\n', out)
+        self.assertIn('  blocked (2 ids): server_not_configured, '
+                      'not_found\n', out)
+        self.assertTrue(out.endswith('5 of 5 records\n'))
+
+    def test_show_gives_one_record(self):
+        self.check_often()
+        row = self.records()[0]
+        self.assertEqual(self.cli('activity', 'show', row['id'], '-o',
+                                  'json').json, {'activity': row})
+        for words in (('nope',), (), (row['id'], row['id']),
+                      ('0' * 12 + row['id'][12:],)):
+            done = self.cli('activity', 'show', *words)
+            self.assertEqual((done.code, done.out), (1, ''))
+
+    def test_wrong_filters_are_refused(self):
+        self.one_server(tool())
+        for words in (('--limit', '0'), ('--limit', '1001'),
+                      ('--limit', 'x'), ('--limit', ''), ('--offset', '-1'),
+                      ('--since', 'yesterday'), ('--until', ''), ('x',)):
+            with self.subTest(words):
+                done = self.cli('activity', 'list', *words)
+                self.assertEqual((done.code, done.out), (1, ''))
+
+    def edit(self, statement):
+        """Change the database behind the program's back."""
+        con = sqlite3.connect(os.path.join(self.home, 'preflight.db'))
+        con.execute(statement)
+        con.commit()
+        con.close()
+
+    def test_verify_finds_an_edited_record(self):
+        self.check_often()
+        done = self.cli('activity', 'verify', '-o', 'json')
+        self.assertEqual((done.code, done.json['records']), (0, 5))
+        self.edit("update activity set body=replace(body, 'nope', 'echo') "
+                  'where seq=3')
+        done = self.cli('activity', 'verify')
+        self.assertEqual(done.code, 1)
+        self.assertIn('problem: record 3', done.out)
+
+    def test_verify_finds_a_cut_tail_by_a_head_noted_before(self):
+        self.check_often()
+        head = self.cli('activity', 'head').out.strip()
+        words = 'activity', 'verify', '--expect-head', head
+        self.assertEqual(self.cli(*words).code, 0)
+        self.edit('delete from activity where seq=5')
+        self.assertEqual(self.cli('activity', 'verify').code, 0)
+        self.assertEqual(self.cli(*words).code, 1)
+        done = self.cli('activity', 'verify', '--expect-head', 'x')
+        self.assertEqual((done.code, done.out), (1, ''))
+
+    def test_prune_removes_what_is_older_than_the_retention(self):
+        self.configure({}, activity_retention='10d')
+        world = self.world()
+        with pf.Store(self.home, world) as store, store.write() as con:
+            for days in 20, 11, 9:
+                pf.append_record(con, pf.Record(
+                    'preflight', 'cli', world.now() - days * pf.DAY_MS, 'r',
+                    'operator', 'success', {
+                        'verdict': 'ready', 'ids_count': 1, 'reasons': {},
+                        'per_tool': []}))
+        self.assertEqual(self.cli('activity', 'prune', '-o', 'json').json,
+                         {'removed': 2})
+        self.assertEqual([row['type'] for row in self.records()],
+                         ['prune', 'preflight'])
+        self.assertEqual(self.cli('activity', 'verify').code, 0)
+        done = self.cli('activity', 'prune', '--older-than', '8d')
+        self.assertEqual(done.code, 0)
+        self.assertEqual([row['type'] for row in self.records()],
+                         ['prune', 'prune'])
+
+
+class Test20Config(CliCase):
+    """Which files are read, and what `config` says of them."""
+
+    def test_check_finds_errors_and_warnings(self):
+        for text, code, part in (
+                ('{"mcpServers": {}}', 0, '0 servers, 0 errors, 0 warnings'),
+                ('{"mcpServers": {"s": {"command": "x", "comand": 1}}}', 0,
+                 'did you mean command?'),
+                ('{"mcpServers": {"s": 1}}', 0, 'was skipped'),
+                ('{"other": 1}', 0, 'no server table found'),
+                ('{"mcpServers": {"s": {"command": "${NO_SUCH_V}"}}}', 0,
+                 'NO_SUCH_V (command) has no value'),
+                ('{"mcpServers": {}, "profiles": {"p": {"servers": ["x"]}}}',
+                 0, 'profile p names server "x"'),
+                ('{"mcpServers": ', 1, 'line 1, column 16'),
+                ('', 1, 'is empty'), ('[]', 1, 'holds no JSON object'),
+                ('{"max_age": 5, "mcpServers": {}}', 1, 'max_age must be')):
+            with self.subTest(text):
+                self.write('config.json', text)
+                done = self.cli('config', 'check')
+                self.assertEqual(done.code, code, done)
+                self.assertIn(part, done.out)
+                self.assertEqual(done.err, '')
+
+    def test_what_cannot_be_read_is_no_verdict(self):
+        for text in '', '{"mcpServers": ', '[]':
+            self.write('config.json', text)
+            done = self.ask('s:echo')
+            self.assertEqual((done.code, done.out), (1, ''))
+            self.assertIn(self.config, done.err)
+
+    def test_a_file_without_a_server_table_knows_no_id(self):
+        self.write('config.json', '{"other": 1}')
+        done = self.ask('s:echo')
+        self.assertEqual(done.code, 12)
+        self.assertIn('no server table found', done.err)
+
+    def test_no_config_at_all_names_every_place(self):
+        self.write('.mcp.json', '{"mcpServers": {}}')
+        own = os.path.join(self.home, 'mcp_config.json')
+        done = self.run_cli('--home', self.home, 'tools', 'preflight',
+                            's:echo', is_placed=False)
+        self.assertEqual((done.code, done.out), (1, ''))
+        for part in ('--config', 'PREFLIGHT_CONFIG', own,
+                     'add --config ' + self.path('.mcp.json')):
+            self.assertIn(part, done.err)
+
+    def test_paths_lists_every_place(self):
+        self.write('.mcp.json', '{"mcpServers": {}}')
+        self.write('a.json', '{"mcpServers": {}}')
+        words = 'config', 'paths', '-o', 'json'
+        done = self.run_cli('--home', self.home, '--config', 'a.json',
+                            *words, is_placed=False)
+        self.assertEqual([(row['path'], row['found'], row['used'])
+                          for row in done.json], [
+            ('a.json', True, True),
+            (os.path.join(self.home, 'mcp_config.json'), False, False),
+            (self.path('.mcp.json'), True, False)])
+
+    def test_the_states_own_file_is_used_when_none_is_named(self):
+        os.mkdir(self.home)
+        self.write('state/mcp_config.json', '{"mcpServers": {}}')
+        done = self.bare('--home', self.home, 'tools', 'preflight', 's:x')
+        self.assertEqual(done.code, 12)
+
+    def test_the_flag_wins_over_the_variable(self):
+        a = self.write('a.json', '{"mcpServers": {"s": {"command": "x"}}}')
+        b = self.write('b.json', '{"mcpServers": {}}')
+        ask = '--home', self.home, 'tools', 'preflight', 's:x'
+        self.assertEqual(self.bare(*ask, PREFLIGHT_CONFIG=a).code, 10)
+        self.assertEqual(self.bare(
+            *ask, PREFLIGHT_CONFIG=os.pathsep.join((b, a))).code, 10)
+        self.assertEqual(self.bare('--config', b, *ask,
+                                   PREFLIGHT_CONFIG=a).code, 12)
+
+    def test_a_repositorys_file_runs_nothing_unless_it_is_named(self):
+        ran = self.path('ran')
+        self.write('.mcp.json', json.dumps({'mcpServers': {'s': {
+            'command': 'sh', 'args': ['-c', 'touch ' + ran]}}}))
+        before = os.getcwd()
+        self.addCleanup(os.chdir, before)
+        os.chdir(self.dir)
+        for words in (('sync',), ('tools', 'preflight', '--sync', 's:x'),
+                      ('tools', 'list'), ('servers', 'show', 's')):
+            with self.subTest(words):
+                done = self.bare('--home', self.home, *words)
+                self.assertEqual((done.code, done.out), (1, ''))
+        self.assertFalse(os.path.exists(ran))
+        self.bare('--home', self.home, '--config', '.mcp.json', 'sync')
+        self.assertTrue(os.path.exists(ran))
+
+
+class Test20Remedies(CliCase):
+    """Each remedy runs as printed, and those that cure do cure."""
+
+    def one(self, text, *words):
+        """Ask for one id: its row."""
+        return self.ask(*words + ('--', text)).json['tools'][0]
+
+    def remedy(self, row):
+        """Cut the command out of a remedy."""
+        found = re.search(r'(?:^Run|, then run): (.*)\Z', row['remediation'],
+                          re.DOTALL)
+        self.assertTrue(found, row)
+        return found.group(1)
+
+    def follow(self, command):
+        """Run one remedy as an operator would; returns its verb."""
+        verb = re.search(r' (sync|(?:tools|servers|config) [a-z]+)(?: |\Z)',
+                         command).group(1)
+        if verb == 'servers approve':
+            done = self.on_terminal(command, 'y')
+        else:
+            done = self.shell(command)
+        self.assertEqual(done.code, 0, (command, done))
+        if verb == 'tools diff':
+            line = re.search('^approve: (.*)$', done.out, re.MULTILINE)
+            done = self.shell(line.group(1))
+            self.assertEqual(done.code, 0, (line.group(1), done))
+        self.assertFalse(os.path.exists(self.path('pwned')), command)
+        return verb
+
+    def cure(self, text, *words):
+        """Follow remedies until the tool is ready: the verbs it took."""
+        verbs = []
+        while len(verbs) < 3:
+            row = self.one(text, *words)
+            if row['status'] == 'ready':
+                return verbs
+            verbs.append(self.follow(self.remedy(row)))
+        return verbs + ['not cured']
+
+    def test_each_cure_cures_whatever_the_names_are(self):
+        for server, name, count in ((ODD, ODD, 9), ('-s', '--all', 7)):
+            with self.subTest(server):
+                self.home = self.path('state of %d' % len(server))
+                self.cures(server, name, count)
+
+    def cures(self, server, name, count):
+        """Put one tool into each curable state, and cure it."""
+        text = '%s:%s' % (server, name)
+        entry = self.serve('fake', tools=[tool(name)])
+        self.configure({server: entry})
+        steps = (
+            (lambda: None, ['sync']),
+            (lambda: self.cli('servers', 'disable', '--', server),
+             ['servers enable']),
+            (lambda: self.cli('servers', 'quarantine', '--', server),
+             ['servers approve']),
+            (lambda: self.cli('tools', 'block', '--', text),
+             ['tools unblock']),
+            (lambda: (self.serve('fake', tools=[tool(name, 'Changed')]),
+                      self.look()), ['tools diff']),
+            (lambda: (entry['args'].append('--more'),
+                      self.configure({server: entry})),
+             ['servers approve', 'sync']),
+            (lambda: self.configure({server: dict(entry, enabled=False)}),
+             ['servers enable']),
+            (lambda: self.change_link(server, observed_at=1), ['sync']),
+            (lambda: self.change_link(server, state='error',
+                                      cause='refused'), ['sync']))
+        for number, (how, verbs) in enumerate(steps[:count]):
+            how()
+            self.assertEqual((number, self.cure(text)), (number, verbs))
+
+    def test_a_look_that_was_cut_off_is_cured(self):
+        self.configure({'s': self.serve(tools=[tool()])})
+        self.cut_off('s')
+        self.assertEqual(self.one('s:echo')['cause'], 'interrupted')
+        self.assertEqual(self.cure('s:echo'), ['sync'])
+
+    def test_a_new_tool_is_cured_by_its_review(self):
+        self.one_server(tool())
+        self.serve(tools=[tool(), tool(ODD)])
+        self.look()
+        self.assertEqual(self.cure('s:' + ODD), ['tools diff'])
+
+    def test_the_other_remedies_run_and_show_what_to_mend(self):
+        self.configure({
+            ODD: dict(self.serve('a', tools=[tool(ODD), tool('no')]),
+                      disabled_tools=['no']),
+            'bad one': self.serve('b', die='start', stderr='no disk\n')},
+            profiles={'p': {'servers': []}})
+        self.look()
+        for text, words, verb in (
+                (ODD + ':' + ODD, ('--profile', 'p'), 'config check'),
+                (ODD + ':no', (), 'config check'),
+                (ODD + ':nope', (), 'tools list'),
+                ('elsewhere:x', (), 'servers list'),
+                ('bad one:x', (), 'servers show'),
+                (ODD + ':' + ODD, ('--pin', '%s:%s=x' % (ODD, ODD)),
+                 'tools show')):
+            with self.subTest(text, words=words):
+                row = self.one(text, *words)
+                self.assertEqual(self.follow(self.remedy(row)), verb)
+
+    def test_a_name_with_control_characters_is_never_in_a_command(self):
+        name = 'a\n\x1b[2Jb'
+        self.one_server(tool(name))
+        self.cli('tools', 'block', 's:' + name)
+        row = self.one('s:' + name)
+        self.assertEqual(row['reason'], 'tool_blocked_by_user')
+        self.assertEqual(self.follow(self.remedy(row)), 'tools list')
+
+    def test_a_remedy_repeats_how_the_run_was_started(self):
+        entry = json.dumps({'mcpServers': {'s': {'command': 'x'}}})
+        config = self.write('a b.json', entry)
+        for words, env, parts in (
+                (('--home', self.home, '--config', config), {},
+                 ['--home', self.home, '--config', config]),
+                ((), {'PREFLIGHT_HOME': self.home,
+                      'PREFLIGHT_CONFIG': config},
+                 ['--home', self.home, '--config', config]),
+                (('--config', config), {'STATE_DIRECTORY': self.home},
+                 ['--home', self.home, '--config', config]),
+                (('--home', self.home, '--config', self.write(
+                    '.mcp.json', entry), '--workspace', self.dir), {},
+                 ['--home', self.home, '--config', self.path('.mcp.json'),
+                  '--workspace', self.dir])):
+            with self.subTest(words, env=env):
+                done = self.bare('tools', 'preflight', 's:x', '-o', 'json',
+                                 *words, **env)
+                command = self.remedy(done.json['tools'][0])
+                self.assertEqual(shlex.split(command)[1:],
+                                 [SCRIPT] + parts + ['sync', 's'])
+
+
+# --------------------------------------------------------------------------
+# the gate touches nothing
+# --------------------------------------------------------------------------
+
+# Runs commands in one process where every way to a socket or a process is a
+# trap, and tells for each: its code, what was trapped, the tables that moved
+# and how many audit records came.
+TRAPS = r'''
+import io, json, os, socket, sqlite3, subprocess, sys
+import _posixsubprocess, _socket
+caught = []
+def trap(name):
+    def caller(*args, **more):
+        caught.append(name)
+        raise OSError('trapped: ' + name)
+    return caller
+for module, names in ((socket, 'socket create_connection socketpair '
+                       'getaddrinfo gethostbyname fromfd'),
+                      (_socket, 'socket getaddrinfo gethostbyname'),
+                      (subprocess, 'Popen run call check_call check_output '
+                       '_fork_exec'), (_posixsubprocess, 'fork_exec'),
+                      (os, 'fork forkpty execv execve execvp execvpe '
+                       'posix_spawn posix_spawnp spawnv spawnve system '
+                       'popen')):
+    for name in names.split():
+        if hasattr(module, name):
+            setattr(module, name, trap(name))
+def hook(event, args):
+    if event.startswith(('socket.', 'subprocess.', 'os.exec', 'os.fork',
+                         'os.posix_spawn', 'os.spawn', 'os.system',
+                         'pty.spawn')):
+        caught.append(event)
+        raise OSError('trapped: ' + event)
+getattr(sys, 'addaudithook', id)(hook)
+script, home, commands = sys.argv[1], sys.argv[2], json.load(sys.stdin)
+program = {'__name__': 'trapped', '__file__': script}
+with open(script, encoding='utf-8') as file:
+    exec(compile(file.read(), script, 'exec'), program)
+def dump():
+    con = sqlite3.connect(os.path.join(home, 'preflight.db'))
+    names = [row[0] for row in con.execute(
+        "select name from sqlite_master where type='table'")]
+    found = {name: sorted(map(repr, con.execute('select * from ' + name)))
+             for name in names}
+    con.close()
+    return found
+sys.argv[0] = script
+real, told = sys.stdout, []
+for words in commands:
+    before = dump()
+    sys.stdout = io.TextIOWrapper(io.BytesIO(), encoding='utf-8')
+    sys.stderr = io.TextIOWrapper(io.BytesIO(), encoding='utf-8')
+    code = program['main'](words)
+    after = dump()
+    told.append({'words': words, 'code': code, 'caught': caught[:],
+                 'records': len(after.pop('activity'))
+                 - len(before.pop('activity')),
+                 'moved': sorted(name for name in after
+                                 if after[name] != before[name])})
+    del caught[:]
+json.dump(told, real)
+'''
+
+# Prints the modules that a run loads beyond those that the named ones bring.
+MODULES = r'''
+import sys
+import json, os, re, time, collections, argparse, sqlite3, hashlib, signal
+import gc
+try:
+    import fcntl
+except ImportError:
+    import msvcrt
+argparse.ArgumentParser(add_help=False).parse_known_args([])
+b'x'.decode('utf-8-sig')
+known = set(sys.modules)
+script = sys.argv[1]
+program = {'__name__': 'measured', '__file__': script}
+with open(script, encoding='utf-8') as file:
+    code = compile(file.read(), script, 'exec')
+exec(code, program)
+imported = set(sys.modules) - known
+code = program['main'](sys.argv[2:])
+json.dump({'code': code, 'brought': sorted(known),
+           'imported': sorted(imported),
+           'loaded': sorted(set(sys.modules) - known)}, sys.stderr)
+'''
+
+
+class TestZero(CliCase):
+    """Reading commands reach no server, start nothing, change nothing."""
+
+    def trapped(self, *commands):
+        """Run commands among traps: what was told of each."""
+        place = ['--home', self.home, '--config', self.config]
+        done = subprocess.Popen(
+            [sys.executable, '-c', TRAPS, SCRIPT, self.home],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, cwd=self.dir)
+        out, err = done.communicate(json.dumps(
+            [place + command.split(' ') for command in commands]).encode(),
+            timeout=60)
+        self.assertEqual(done.returncode, 0, err.decode())
+        return json.loads(out.decode())
+
+    def mixed(self):
+        """Have a state with a bit of everything, and a file to tempt."""
+        names = 'ok', 'drift', 'gone'
+        self.configure({
+            's': self.serve(tools=[tool(name) for name in names]),
+            'off': dict(self.serve('off'), enabled=False),
+            'dead': self.serve('dead', die='start'),
+            'never': self.serve('never'),
+            'web': {'url': 'http://127.0.0.1:9/mcp'}},
+            profiles={'p': {'servers': ['s']}})
+        self.look('s', 'dead')
+        self.serve(tools=[tool('ok'), tool('drift', 'Changed'),
+                          tool('new')])
+        self.look('s')
+        self.ask('s:ok')
+        self.write('.mcp.json', '{"mcpServers": {"x": {"command": "x"}}}')
+
+    def test_the_gate_adds_one_record_and_nothing_else(self):
+        self.mixed()
+        told = self.trapped(
+            'tools preflight s:ok', 'tools preflight s:drift s:new s:okk',
+            'tools preflight never:x --wait 1ms',
+            'tools preflight dead:x off:x web:x nope:x colonless',
+            'tools preflight s:ok --profile p --read-only-only -o yaml',
+            'tools preflight s:ok --pin s:ok=x -o json')
+        for row in told:
+            with self.subTest(row['words']):
+                self.assertIn(row['code'], (0, 10, 11, 12))
+                self.assertEqual(row['caught'], [])
+                self.assertEqual(row['moved'], [])
+                self.assertEqual(row['records'], 1)
+
+    def test_commands_that_show_change_nothing_at_all(self):
+        self.mixed()
+        told = self.trapped(
+            'tools list', 'tools list s -o json', 'tools show s:ok',
+            'tools show s:gone', 'tools diff s:drift', 'tools diff s:new',
+            'tools explain s:drift', 'tools explain dead:x',
+            'servers list', 'servers show s', 'servers show dead',
+            'servers show web', 'activity list', 'activity head',
+            'activity verify', 'profiles list', 'config check',
+            'config paths', '--help', '--version', 'tools list --help')
+        for row in told:
+            with self.subTest(row['words']):
+                self.assertEqual((row['code'], row['caught'], row['moved'],
+                                  row['records']), (0, [], [], 0))
+
+    def test_a_check_that_cannot_run_leaves_no_record(self):
+        self.mixed()
+        for row in self.trapped(
+                'tools preflight', 'tools preflight s:ok --profile nope',
+                'tools preflight s:ok --wait 1h', 'tools preflight s:ok -ox',
+                'tools show s:nope', 'activity show nope'):
+            with self.subTest(row['words']):
+                self.assertEqual((row['code'], row['caught'], row['moved'],
+                                  row['records']), (1, [], [], 0))
+
+    def test_decisions_reach_no_server_either(self):
+        self.mixed()
+        for row in self.trapped(
+                'tools block s:ok', 'tools approve --yes s:new',
+                'servers enable off', 'servers quarantine s',
+                'servers approve s', 'activity prune --older-than 0'):
+            with self.subTest(row['words']):
+                self.assertEqual((row['code'], row['caught']), (0, []))
+                self.assertNotIn('tool', row['moved'])
+                self.assertNotIn('server', row['moved'])
+
+    def test_the_traps_do_catch_what_looks_at_servers(self):
+        self.mixed()
+        for row in self.trapped('sync s', 'tools preflight --sync s:ok'):
+            self.assertTrue(row['caught'], row)
+
+    def modules(self, *words):
+        """Run a command in an empty interpreter: what it loaded."""
+        done = subprocess.Popen(
+            [sys.executable, '-I', '-S', '-c', MODULES, SCRIPT, '--home',
+             self.home, '--config', self.config] + list(words),
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        told = done.communicate(timeout=60)[1].decode().split('\n')[-1]
+        return json.loads(told)
+
+    def test_the_gate_loads_these_modules_and_no_others(self):
+        self.one_server(tool())
+        for words, code, more in ((('s:echo',), 0, set()),
+                                  (('s:ecko', 's:echo'), 12, {'difflib'})):
+            with self.subTest(words):
+                found = self.modules('tools', 'preflight', *words)
+                self.assertEqual(found['code'], code)
+                self.assertEqual(found['imported'], [])
+                self.assertEqual(set(found['loaded']), more | (
+                    {'heapq', '_heapq'} & set(found['loaded'])))
+
+    def test_what_those_modules_bring_is_what_was_measured(self):
+        # argparse brings shutil on 3.8, and that threading; sqlite3 brings
+        # datetime everywhere. Nothing else that is dear is brought along.
+        dear = set('dataclasses typing logging uuid secrets tempfile shutil '
+                   'pathlib urllib.request http.client ssl socket subprocess '
+                   'threading asyncio difflib unittest inspect'.split())
+        self.one_server(tool())
+        brought = dear & set(self.modules('--version')['brought'])
+        self.assertLessEqual(brought, {'shutil', 'threading'}
+                             if sys.version_info[:2] == (3, 8) else set())
+
+
+# --------------------------------------------------------------------------
+# cli
+# --------------------------------------------------------------------------
+
+PIN_X = 'sha256/v1:' + 'f' * 64
+
+# What the words are -> what stderr says. Each is exit 1, stdout is empty.
+USAGE = (
+    ('', 'no command was given'),
+    ('tools', 'unknown command "tools"'),
+    ('tools preflite s:x', 'did you mean tools preflight?'),
+    ('tool list', 'did you mean tools list?'),
+    ('synk', 'did you mean sync?'),
+    ('--bogus tools list', 'unknown option --bogus'),
+    ('--wait 5s tools preflight s:x', 'options stand after it'),
+    ('tools preflight', 'no tool id was given'),
+    ('tools preflight --wai 5s s:x', 'unknown option --wai'),
+    ('tools preflight --profil p s:x', 'unknown option --profil'),
+    ('tools preflight --outpu json s:x', 'unknown option --outpu'),
+    ('tools preflight --hom x s:x', 'unknown option --hom'),
+    ('tools preflight -x s:x', 'unknown option -x'),
+    ('tools preflight s:x -y', 'unknown option -y'),
+    ('tools list --sync', 'unknown option --sync'),
+    ('sync --wait 5s', 'unknown option --wait'),
+    ('tools preflight s:x --pin', '--pin'),
+    ('tools preflight s:x --pin s:x', 'is not ID=PIN'),
+    ('tools preflight s:x --pin =' + PIN_X, 'is not ID=PIN'),
+    ('tools preflight s:x --pin s:x=', 'is not ID=PIN'),
+    ('tools preflight s:x --pin s:y=' + PIN_X, 'is not asked for'),
+    ('tools preflight s:x --pin s:x=a --pin s:x=b', 'two pins: a and b'),
+    ('tools preflight s:x --profile=', '--profile is empty'),
+    ('tools preflight s:x --profile nope', 'Unknown profile "nope"'),
+    ('tools preflight s:x --profile nightli', 'did you mean nightly?'),
+    ('tools preflight s:x --wait 1h', 'at most 10s'),
+    ('tools preflight s:x --wait 10001ms', 'at most 10s'),
+    ('tools preflight s:x --wait -5', 'not a duration'),
+    ('tools preflight s:x --wait -5s', '--wait'),
+    ('tools preflight s:x --wait=-5s', 'not a duration'),
+    ('tools preflight s:x --wait 5', 'not a duration'),
+    ('tools preflight s:x --wait=', 'not a duration'),
+    ('tools preflight s:x --wait 5sec', 'not a duration'),
+    ('tools preflight s:x --wait', '--wait'),
+    ('tools preflight s:x --request-id=', '--request-id takes'),
+    ('tools preflight s:x --request-id a.b', '--request-id takes'),
+    ('tools preflight s:x --request-id ' + 'a' * 257, '--request-id takes'),
+    ('tools preflight s:x -o xml', 'unknown output format "xml"'),
+    ('tools preflight s:x -oxml', 'unknown output format "xml"'),
+    ('tools preflight s:x --output=', 'unknown output format ""'),
+    ('tools preflight s:x -o', '-o'),
+    ('tools preflight s:x --dialect nope', 'unknown dialect "nope"'),
+    ('tools preflight s:x --sync=yes', '--sync'),
+    ('--home= tools preflight s:x', 'must not be empty'),
+    ('--config= tools preflight s:x', '--config is empty'),
+    ('--workspace= tools preflight s:x', 'must not be empty'),
+    ('sync --timeout 0', 'longer than 0'),
+    ('sync --timeout=', 'longer than 0'),
+    ('sync --timeout 5', 'not a duration'),
+    ('tools show', 'exactly one tool id'),
+    ('tools diff a:b c:d', 'exactly one tool id'),
+    ('tools explain', 'exactly one tool id'),
+    ('servers show', 'exactly one server name'),
+    ('profiles list x', 'takes no "x"'),
+    ('config paths x', 'takes no "x"'),
+    ('activity head x', 'takes no "x"'),
+)
+
+
+class Test23Usage(CliCase):
+    """What cannot be asked is refused before anything runs."""
+
+    def test_each_usage_error_is_exit_1_with_one_sentence(self):
+        self.configure({'s': {'command': 'x'}},
+                       profiles={'nightly': {'servers': []}})
+        for words, part in USAGE:
+            with self.subTest(words):
+                done = self.cli(*words.split(' ')[:1 if words else 0] + (
+                    words.split(' ')[1:]))
+                self.assertEqual((done.code, done.out), (1, ''))
+                self.assertIn(part, done.err)
+                self.assertLessEqual(done.err.count('\n'), 2)
+                self.assertNotIn('Traceback', done.err)
+                self.assertNotIn('internal error', done.err)
+                self.assertFalse(os.path.exists(self.home), 'it ran')
+
+    def test_it_is_so_in_a_process_of_its_own(self):
+        self.configure({'s': {'command': 'x'}})
+        done = self.run_cli('tools', 'preflight', '--wai', '5s', 's:x')
+        self.assertEqual((done.code, done.out), (1, ''))
+        self.assertIn('unknown option --wai', done.err)
+
+    def test_an_unknown_format_in_the_environment_is_refused(self):
+        self.configure({'s': {'command': 'x'}})
+        done = self.cli('tools', 'preflight', 's:x', PREFLIGHT_OUTPUT='xml')
+        self.assertEqual((done.code, done.out), (1, ''))
+        done = self.cli('tools', 'preflight', 's:x', '-ojson',
+                        PREFLIGHT_OUTPUT='xml')
+        self.assertEqual(done.code, 10)
+
+    def test_only_serve_and_its_clients_take_a_url(self):
+        self.one_server(tool())
+        for words in (('sync',), ('tools', 'approve', 's:echo', '--yes'),
+                      ('config', 'check'), ('servers', 'show', 's'),
+                      ('tools', 'preflight', '--sync', 's:echo')):
+            with self.subTest(words):
+                for more, env in (((), {'PREFLIGHT_URL': 'http://x:1'}),
+                                  (('--url', 'http://x:1'), {})):
+                    done = self.cli(*words + more, **env)
+                    self.assertEqual((done.code, done.out), (1, ''))
+                    self.assertIn('env -u PREFLIGHT_URL', done.err)
+        self.assertEqual(self.cli('sync', PREFLIGHT_URL='').code, 0)
+
+    def test_there_must_be_a_place_for_the_state(self):
+        self.configure({'s': {'command': 'x'}})
+        before = os.getcwd()
+        self.addCleanup(os.chdir, before)
+        os.chdir(self.dir)
+        ask = '--config', self.config, 'tools', 'preflight', 's:x'
+        for home in '', 'relative', '~':
+            with self.subTest(home):
+                done = self.bare(*ask, HOME=home, USERPROFILE='')
+                self.assertEqual((done.code, done.out), (1, ''))
+                self.assertIn('--home', done.err)
+        done = self.bare(*ask, HOME=self.config, USERPROFILE='')
+        self.assertEqual((done.code, done.out), (1, ''))
+        self.assertEqual(os.listdir(self.dir), ['config.json'])
+
+    def test_the_state_directory_is_found_in_its_order(self):
+        self.configure({'s': {'command': 'x'}})
+        env = {'HOME': self.path('h'), 'XDG_STATE_HOME': self.path('x'),
+               'STATE_DIRECTORY': self.path('d') + ':' + self.path('e'),
+               'PREFLIGHT_HOME': self.path('p')}
+        ask = '--config', self.config, 'tools', 'preflight', 's:x'
+        for name, place in (('', 'p'), ('PREFLIGHT_HOME', 'd'),
+                            ('STATE_DIRECTORY', 'x/preflight'),
+                            ('XDG_STATE_HOME', 'h/.preflight')):
+            env.pop(name, None)
+            with self.subTest(place):
+                self.assertEqual(self.bare(*ask, **env).code, 10)
+                self.assertEqual(stat.S_IMODE(os.stat(
+                    self.path(place)).st_mode), 0o700)
+        env['XDG_STATE_HOME'] = 'relative'
+        self.assertEqual(self.bare(*ask, **env).code, 10)
+        self.assertFalse(os.path.exists('relative'))
+        done = self.bare('--home', self.path('flag'), *ask, **env)
+        self.assertEqual(done.code, 10)
+        self.assertTrue(os.path.exists(self.path('flag')))
+
+
+class Test23Cli(CliCase):
+    """The command line as contract and habit have it."""
+
+    def test_words_may_come_in_any_order(self):
+        self.one_server(tool(annotations=SAFE))
+        place = ['--home', self.home, '--config', self.config]
+        ask = ['tools', 'preflight']
+        rest = ['s:echo', '--read-only-only', '--wait', '1s', 's:no=pe']
+        forms = [
+            place + ['-o', 'json'] + ask + rest,
+            ask + rest + place + ['-o', 'json'],
+            ['tools'] + place + ['-o', 'json', 'preflight'] + rest,
+            ask + rest[:1] + place + rest[1:] + ['-ojson'],
+            ask + rest[1:] + rest[:1] + place + ['-o=json'],
+            place + ask + rest + ['--output=json'],
+            place + ask + rest + ['--output', 'json'],
+            place + ['-ojson'] + ask + rest[1:4] + ['--', rest[0], rest[4]]]
+        for words in forms:
+            with self.subTest(words):
+                done = self.bare(*words)
+                self.assertEqual(done.code, 12, done)
+                self.assertEqual(
+                    {row['id']: row['status'] for row in done.json['tools']},
+                    {'s:echo': 'ready', 's:no=pe': 'unavailable'})
+
+    def test_ids_may_hold_equal_signs_dashes_and_blanks(self):
+        names = 'a=b', '-x', 'a b', 'n:s:t', '=', '--pin'
+        self.one_server(*[tool(name) for name in names])
+        pins = []
+        for name in names:
+            pins += ['--pin=s:%s=%s' % (name, PIN % (1, hash_of(
+                tool(name))))]
+        done = self.ask(*pins + ['s:' + name for name in names])
+        self.assertEqual(done.code, 0, done)
+        self.configure({'-s': self.entry})
+        self.look()
+        self.assertEqual(self.reasons('--', '-s:-x'), ['ready'])
+
+    def test_the_table_is_the_agreed_one(self):
+        self.configure({'gh-ops': self.serve(tools=[tool('sync_issues')])})
+        self.look()
+        done = self.cli('tools', 'preflight', 'gh-ops:sync_issues',
+                        'gh-ops:nope')
+        self.assertEqual(done.out, (
+            'ID                  STATUS       REASON     RETRYABLE  ACTION '
+            '    DETAIL\n'
+            'gh-ops:sync_issues  ready        -          -          -      '
+            '    -\n'
+            'gh-ops:nope         unavailable  not_found  false      '
+            'configure  No tool with this id is available.\n'
+            'VERDICT: unknown_ids (exit 12)\n'))
+
+    def test_json_has_the_agreed_keys_in_their_order(self):
+        self.one_server(tool())
+        data = self.ask('s:echo', 's:echa', ' s:echo ', '--wait', '1s').json
+        self.assertEqual(list(data), ['verdict', 'checked_at', 'waited_ms',
+                                      'tools'])
+        self.assertRegex(data['checked_at'],
+                         r'\A\d{4}(-\d\d){2}T\d\d(:\d\d){2}\.\d{3}Z\Z')
+        self.assertEqual([list(row) for row in data['tools']], [
+            ['id', 'status', 'hash', 'observed_at'],
+            ['id', 'status', 'reason', 'retryable', 'action', 'detail',
+             'remediation', 'did_you_mean', 'observed_at']])
+
+    def test_yaml_holds_the_same_as_json(self):
+        self.one_server(tool('caf\xe9'))
+        words = 's:caf\xe9', 's:no', 's:caf\xe8'
+        data = self.ask(*words).json
+        text = self.cli('tools', 'preflight', '-o', 'yaml', *words).out
+        text = re.sub('(?<=checked_at: ").*(?=")', data['checked_at'], text)
+        self.assertEqual(text, pf.render_yaml(data))
+
+    def test_the_format_is_the_flags_then_the_environments(self):
+        self.one_server(tool())
+        ask = 'tools', 'preflight', 's:echo'
+        for words, env, start in (
+                ((), {}, 'ID'), ((), {'PREFLIGHT_OUTPUT': ''}, 'ID'),
+                ((), {'PREFLIGHT_OUTPUT': 'json'}, '{'),
+                (('-o', 'yaml'), {'PREFLIGHT_OUTPUT': 'json'}, 'verdict:'),
+                (('-otable',), {'PREFLIGHT_OUTPUT': 'json'}, 'ID')):
+            with self.subTest(words, env=env):
+                self.assertTrue(self.cli(*ask + words, **env).out
+                                .startswith(start))
+
+    def test_the_request_id_is_told_when_it_is_not_ready(self):
+        self.one_server(tool())
+        done = self.ask('s:echo', '--request-id', 'ci-1_A')
+        self.assertEqual((done.code, done.err), (0, ''))
+        self.assertEqual(self.records()[0]['request_id'], 'ci-1_A')
+        done = self.ask('s:nope', '--request-id', 'a' * 256)
+        self.assertIn('request id: %s\n' % ('a' * 256), done.err)
+        told = re.search('request id: (.*)\n', self.ask('s:nope').err)
+        self.assertRegex(told.group(1), '-4[0-9a-f]{3}-[89ab]')
+        self.assertEqual(self.records()[0]['request_id'], told.group(1))
+
+    def test_a_cause_that_time_does_not_cure_is_told_on_stderr(self):
+        self.configure({'s': self.serve(), 't': {'command': 'no-such-cmd'}})
+        self.look('t')
+        for text, part in (('s:x', 'has never been looked at (state '
+                            + self.home), ('t:x', 'no-such-cmd')):
+            with self.subTest(text):
+                done = self.ask(text)
+                self.assertEqual(done.code, 10)
+                lines = done.err.split('\n')
+                self.assertEqual(len(lines), 3, done.err)
+                self.assertIn(part, lines[0])
+                self.assertIn('Run: ', lines[0])
+        self.assertNotIn('never', self.ask('s:x', 'nope:x').err)
+
+    def test_a_warning_concerns_only_what_was_asked_for(self):
+        self.configure({'s': dict(self.serve(), comand='x'),
+                        't': self.serve()})
+        self.assertIn('did you mean command?', self.ask('s:x').err)
+        self.assertNotIn('comand', self.ask('t:x').err)
+
+    def test_a_wait_that_cannot_help_is_over_at_once(self):
+        self.one_server(tool())
+        for words, is_there in ((('--wait', '10s'), True), ((), False),
+                                (('--wait', '0'), False),
+                                (('--wait', '1ms'), True)):
+            for text in 's:echo', 's:nope':
+                with self.subTest(text, words=words):
+                    data = self.ask(text, *words).json
+                    self.assertEqual('waited_ms' in data, is_there)
+                    self.assertLess(data.get('waited_ms', 0), 10000)
+
+    def test_a_wait_gives_up_with_the_reasons_of_then(self):
+        self.configure({'s': self.serve()})
+        done = self.ask('s:x', '--wait', '300ms')
+        self.assertEqual(done.code, 10)
+        self.assertGreaterEqual(done.json['waited_ms'], 300)
+        self.assertEqual(done.err.count('never been looked at'), 1)
+        self.assertEqual(len(self.records()), 1)
+
+    def test_a_wait_ends_when_a_sync_elsewhere_makes_it_ready(self):
+        self.configure({'s': self.serve(tools=[tool()])})
+        process = self.start('tools', 'preflight', 's:echo', '--wait', '10s',
+                             '-ojson')
+        line = process.stderr.readline().decode()
+        self.assertIn('never been looked at', line)
+        self.assertIsNone(process.poll())
+        self.look()
+        out, err = process.communicate(timeout=60)
+        self.assertEqual((process.returncode, err), (0, b''))
+        data = json.loads(out.decode())
+        self.assertEqual(data['tools'][0]['status'], 'ready')
+        self.assertGreater(data['waited_ms'], 0)
+        self.assertEqual(self.records('--type', 'preflight')[0]['status'],
+                         'success')
+
+    def test_sync_tells_what_it_found(self):
+        self.configure({'s': self.serve(tools=[tool(), tool('b')]),
+                        'dead': self.serve('dead', die='start', code=3),
+                        'off': dict(self.serve('off'), enabled=False)})
+        done = self.look()
+        self.assertEqual(done.code, 10)
+        self.assertIn('trusted on first use: 1 server, 2 tools', done.err)
+        rows = {row['server']: row for row in done.json['servers']}
+        self.assertEqual(list(rows['s']), [
+            'server', 'state', 'cause', 'detail', 'tools', 'added',
+            'changed', 'vanished', 'baseline', 'ms'])
+        self.assertEqual([rows[name]['state'] for name in (
+            's', 'dead', 'off')], ['ready', 'error', 'disabled'])
+        self.assertEqual(rows['dead']['cause'], 'exited')
+        self.serve(tools=[tool(description='Changed'), tool('c')])
+        row = self.look('s').json['servers'][0]
+        self.assertEqual((row['added'], row['changed'], row['vanished']),
+                         (['c'], ['echo'], ['b']))
+
+    def test_exit_codes_of_sync(self):
+        self.configure({'s': self.serve(tools=[tool()]),
+                        'q': dict(self.serve('q'), quarantined=True),
+                        'off': dict(self.serve('off'), enabled=False,
+                                    quarantined=True)})
+        for words, code in ((('s',), 0), (('off',), 0), (('q',), 11),
+                            (('s', 'off'), 0), ((), 11), (('ss',), 12),
+                            (('s', 'ss', 'q'), 12)):
+            with self.subTest(words):
+                done = self.cli('sync', *words)
+                self.assertEqual(done.code, code, done)
+        self.assertIn('did you mean s?', self.cli('sync', 'ss').err)
+
+    def test_version_is_that_of_this_very_file(self):
+        import hashlib
+        with open(SCRIPT, 'rb') as file:
+            digest = hashlib.sha256(file.read()).hexdigest()
+        done = self.bare('--version')
+        self.assertEqual((done.code, done.out), (
+            0, 'preflight.py %s (%s)\n' % (pf.VERSION, digest[:12])))
+
+    def test_help_for_every_command(self):
+        for verb, row in pf.COMMANDS.items():
+            for flag in '-h', '--help':
+                with self.subTest(verb, flag=flag):
+                    done = self.bare(*verb + (flag,))
+                    self.assertEqual((done.code, done.err), (0, ''))
+                    self.assertIn('usage: preflight.py ' + ' '.join(verb),
+                                  done.out)
+                    self.assertIn(row.about, done.out)
+                    for name, _ in row.options:
+                        self.assertIn(name, done.out)
+                    self.assertLess(max(map(len, done.out.split('\n'))), 80)
+
+    def test_help_without_a_command_lists_them_all(self):
+        for words in ('-h',), ('--help',), ('tools', '-h'), (
+                '-h', 'activity'):
+            done = self.bare(*words)
+            self.assertEqual((done.code, done.err), (0, ''))
+            for verb in pf.COMMANDS:
+                self.assertIn('  ' + ' '.join(verb), done.out)
+            self.assertLess(max(map(len, done.out.split('\n'))), 80)
+
+    def test_an_internal_error_is_one_line_and_exit_1(self):
+        from unittest import mock
+        self.configure({})
+        with mock.patch.object(pf, 'load_config',
+                               side_effect=ZeroDivisionError('oops')):
+            done = self.ask('s:x')
+            self.assertEqual((done.code, done.out), (1, ''))
+            self.assertIn('internal error: ZeroDivisionError: oops',
+                          done.err)
+            self.assertNotIn('Traceback', done.err)
+            self.assertIn('Traceback', self.ask('s:x', '--debug').err)
+
+
+class Test23Streams(CliCase):
+    """Closed and full streams, signals, locales: in real processes."""
+
+    def test_exit_codes_of_a_real_process(self):
+        self.one_server(tool())
+        self.configure({'s': self.entry, 'never': self.serve('never')})
+        for words, code in ((('s:echo',), 0), (('never:x',), 10),
+                            (('s:echo', '--pin', 's:echo=x'), 11),
+                            (('s:nope',), 12), ((), 1)):
+            with self.subTest(words):
+                done = self.check(*words)
+                self.assertEqual(done.code, code)
+                self.assertEqual(bool(done.out), code != 1)
+
+    def test_a_reader_that_went_away_does_not_change_the_verdict(self):
+        self.one_server(tool())
+        for text, code in (('s:echo', 0), ('s:nope', 12)):
+            ours, theirs = os.pipe()
+            os.close(ours)
+            process = subprocess.Popen(
+                [sys.executable, SCRIPT, '--home', self.home, '--config',
+                 self.config, 'tools', 'preflight', text], stdout=theirs,
+                stderr=subprocess.PIPE)
+            os.close(theirs)
+            err = process.communicate(timeout=60)[1].decode()
+            self.assertEqual(process.returncode, code)
+            self.assertNotIn('rror', err)
+
+    def test_streams_that_cannot_be_written(self):
+        self.one_server(tool())
+        self.configure({'s': self.entry, 'never': self.serve('never')})
+        line = self.line('tools', 'preflight', 'never:x')
+        for more, code in (('>&-', 1), ('>/dev/full', 1), ('2>&-', 10),
+                           ('2>/dev/full', 10), ('<&-', 10),
+                           ('<&- >&- 2>&-', 1)):
+            if '/dev/full' in more and not os.path.exists('/dev/full'):
+                continue
+            with self.subTest(more):
+                done = self.shell('%s %s' % (line, more))
+                self.assertEqual(done.code, code, done)
+                self.assertNotIn('Traceback', done.err)
+
+    def test_closed_descriptors_are_not_taken_for_the_database(self):
+        self.configure({'s': self.serve(tools=[tool()])})
+        for words in (('sync',), ('tools', 'preflight', 's:echo'),
+                      ('sync',), ('tools', 'preflight', 's:nope')):
+            self.shell(self.line(*words) + ' <&- >&- 2>&-')
+        self.assertEqual(self.cli('activity', 'verify').code, 0)
+        self.assertEqual(len(self.records('--type', 'preflight')), 2)
+        con = sqlite3.connect(os.path.join(self.home, 'preflight.db'))
+        self.addCleanup(con.close)
+        self.assertEqual(con.execute('pragma integrity_check').fetchall(),
+                         [('ok',)])
+
+    def test_descriptors_0_to_2_are_always_open(self):
+        code = ('import os, stat, sys; script, told = sys.argv[1:]; '
+                'program = {"__name__": "p", "__file__": script}; '
+                'exec(compile(open(script, encoding="utf-8").read(), '
+                'script, "exec"), program); program["main"](["nothing"]); '
+                'open(told, "w").write(str([stat.S_ISCHR(os.fstat(n)'
+                '.st_mode) for n in (0, 1, 2)]))')
+        self.shell(' '.join(map(shlex.quote, (
+            sys.executable, '-c', code, SCRIPT, self.path('told'))))
+            + ' <&- >&- 2>&-')
+        with open(self.path('told')) as file:
+            self.assertEqual(file.read(), '[True, True, True]')
+
+    def interrupted(self, *numbers, **more):
+        """Send signals to a check that waits; returns its exit code."""
+        process = self.start('tools', 'preflight', 's:x', '--wait', '10s',
+                             **more)
+        self.assertIn(b'never been looked at', process.stderr.readline())
+        for number in numbers:
+            process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        self.assertEqual((out, err), (b'', b''))
+        return process.returncode
+
+    def test_signals_end_a_wait_with_their_own_code(self):
+        self.configure({'s': self.serve()})
+        for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143),
+                             (signal.SIGHUP, 129)):
+            with self.subTest(number):
+                self.assertEqual(self.interrupted(number), code)
+        self.assertEqual(self.records(), [])
+
+    def test_nohup_is_respected(self):
+        self.configure({'s': self.serve()})
+
+        def ignore():
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        self.assertEqual(self.interrupted(
+            signal.SIGHUP, signal.SIGTERM, preexec_fn=ignore), 143)
+
+    def test_no_locale_changes_the_verdict(self):
+        self.one_server(tool('caf\xe9'))
+        text = 's:caf\xe9'.encode('utf-8')
+        for env in QUIET, {'PYTHONIOENCODING': 'ascii'}, {'LC_ALL': 'C'}:
+            for form in pf.FORMATS:
+                with self.subTest(form, env=env):
+                    done = self.run_cli('tools', 'preflight', '-o', form,
+                                        text, text + b'x', env=env)
+                    self.assertEqual(done.code, 12, done)
+                    self.assertIn('caf', done.out)
+                    if form == 'json':
+                        self.assertEqual(done.json['tools'][0]['id'],
+                                         's:caf\xe9')
+
+    def test_names_in_options_are_read_in_any_locale(self):
+        self.one_server(tool('caf\xe9'))
+        self.configure({'s': self.entry},
+                       profiles={'pr\xfcf': {'servers': ['s']}})
+        words = ['s:caf\xe9', '--profile', 'pr\xfcf', '--pin',
+                 's:caf\xe9=' + PIN % (1, hash_of(tool('caf\xe9')))]
+        done = self.run_cli('tools', 'preflight', *[
+            word.encode('utf-8') for word in words], env=QUIET)
+        self.assertEqual(done.code, 0, done)
+
+    def test_a_path_that_stderr_cannot_spell_is_escaped(self):
+        self.configure({'s': {'command': 'x'}})
+        done = self.run_cli(
+            '--home', os.fsencode(self.home) + 'caf\xe9'.encode('utf-8'),
+            '--config', self.config, 'tools', 'preflight', 's:x',
+            is_placed=False, env={'PYTHONIOENCODING': 'ascii'})
+        self.assertEqual(done.code, 10, done)
+        self.assertRegex(done.err, r'statecaf\\(xe9|udcc3)')
+
+    def test_bytes_that_are_no_text_are_an_unknown_id(self):
+        self.one_server(tool())
+        done = self.check(b's:\xff', b'\xff:x', b'\xff', 's:echo')
+        self.assertEqual(done.code, 12, done)
+        self.assertEqual([row['status'] for row in done.json['tools']],
+                         ['unavailable'] * 3 + ['ready'])
+        self.assertEqual(self.cli('activity', 'verify').code, 0)
+
+    def test_a_file_beside_the_program_is_not_imported(self):
+        with open(SCRIPT, 'rb') as file:
+            self.write('preflight.py', file.read())
+        for name in 'json', 'os', 're', 'argparse', 'sqlite3', 'hashlib':
+            self.write(name + '.py', 'open(%r, "w")' % self.path('ran'))
+        self.configure({'s': {'command': 'x'}})
+        process = subprocess.Popen(
+            [sys.executable, 'preflight.py', '--home', self.home, '--config',
+             self.config, 'tools', 'preflight', 's:x'], cwd=self.dir,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process.communicate(timeout=60)
+        self.assertEqual(process.returncode, 10)
+        self.assertFalse(os.path.exists(self.path('ran')))
+
+    def test_remedies_and_suggestions_are_shown_on_a_terminal(self):
+        self.one_server(tool())
+        done = self.on_terminal(self.line('tools', 'preflight', 's:ecko'))
+        self.assertEqual(done.code, 12)
+        self.assertIn('\ns:ecko\n  Run: ', done.out)
+        self.assertIn('Did you mean: s:echo', done.out)
+        self.assertNotIn('Did you mean', self.cli(
+            'tools', 'preflight', 's:ecko').out)
+
+
+EVIL = ('ev\x1b[31mil', 'a\r\nb:c  ready', 'x\u202ey', 'c\x9b31m', 'd\u2028e',
+        'f\x07\x7f', 'g\tb')
+
+
+class Test23Foreign(CliCase):
+    """Foreign text can neither move a cursor nor forge a line."""
+
+    def evil(self):
+        """Have a server whose every text is hostile; then it changes."""
+        self.names = list(EVIL)
+        self.configure({
+            's': self.serve(tools=[tool(name, 'Was ' + name)
+                                   for name in EVIL]),
+            'x\x1b[2Jy\nz': self.serve(
+                'y', die='start', stderr='bad \x1b[2J\x9b\r\nstate: ready\n')})
+        self.look()
+        self.serve(tools=[tool(name, 'Is ' + name) for name in EVIL])
+        self.look('s')
+
+    def clean(self, done):
+        """Hold both streams of a command to what is safe."""
+        for text in done.out, done.err:
+            self.assertEqual(RAW.findall(text), [], text)
+
+    def test_no_table_shows_a_raw_control_character(self):
+        self.evil()
+        ids = ['s:' + name for name in EVIL]
+        other = 'x\x1b[2Jy\nz'
+        for words in (
+                ['tools', 'list'], ['servers', 'list'],
+                ['tools', 'preflight'] + ids + [other + ':a'],
+                ['servers', 'show', other], ['sync'], ['config', 'check'],
+                ['tools', 'preflight', '--profile', '\x1b[2J', 's:a'],
+                ['tools', 'preflight', '--\x1b[2J', 's:a'],
+                ['tools', 'show', 's:\x1b[2J'], ['\x1b[2J', '\n']):
+            with self.subTest(words):
+                self.clean(self.cli(*words))
+        for text in ids:
+            for verb in 'show', 'diff', 'explain':
+                with self.subTest(verb, text=text):
+                    done = self.cli('tools', verb, text)
+                    self.assertEqual(done.code, 0)
+                    self.clean(done)
+
+    def test_no_name_forges_a_line(self):
+        self.evil()
+        ids = ['s:' + name for name in EVIL]
+        done = self.cli('tools', 'preflight', *ids)
+        self.assertEqual(done.out.count('\n'), len(ids) + 2)
+        self.assertEqual(self.cli('tools', 'list', 's').out.count('\n'),
+                         len(ids) + 1)
+        for words in (['tools', 'show', ids[1]],
+                      ['servers', 'show', 'x\x1b[2Jy\nz']):
+            out = self.cli(*words).out
+            keys = re.findall('^([a-z_]+):', out, re.MULTILINE)
+            self.assertEqual(len(keys), len(set(keys)), keys)
+            self.assertIn('\\x0a', out.split('\n')[0])
+
+    def test_json_keeps_the_true_names(self):
+        self.evil()
+        ids = ['s:' + name for name in EVIL]
+        done = self.ask(*ids)
+        self.assertEqual([row['id'] for row in done.json['tools']], ids)
+        self.assertLess(max(done.out), '\x7f')
+        self.clean(done)
+
+    def test_the_question_of_approve_is_clean(self):
+        self.evil()
+        done = self.on_terminal(self.line('tools', 'approve',
+                                          's:' + EVIL[0]), 'n')
+        self.assertEqual(done.code, 1)
+        self.assertIn('Approve s:ev\\x1b[31mil?', done.out)
+        self.assertEqual(RAW.findall(done.out), [])
+
+    def test_the_question_about_a_launch_is_clean(self):
+        self.one_server(tool())
+        self.entry['args'].append('--\x1b[2J\nready')
+        self.configure({'s': self.entry})
+        done = self.on_terminal(self.line('servers', 'approve', 's'), 'n')
+        self.assertEqual(done.code, 1)
+        self.assertIn('--\\x1b[2J\\x0aready', done.out)
+        self.assertEqual(RAW.findall(done.out), [])
+
+    def test_no_secret_is_shown_or_kept(self):
+        # Every secret holds QZ, which no path, time or hex digest does.
+        secrets = {
+            's': dict(self.serve(tools=[tool()]), env={
+                'API_KEY': 'sk-live-QZ1', 'PLAIN': 'QZplain-value'}),
+            'dead': dict(self.serve(
+                'dead', die='initialize', code=3, stderr='API_KEY=QZx9 and '
+                'Bearer QZabc; --token QZt, https://u:QZ@h/?exaApiKey=QZ\n'),
+                env={'API_KEY': 'sk-live-QZ1'}),
+            'web': {'url': 'http://u:QZp@127.0.0.1:9/mcp?exaApiKey=QZz',
+                    'headers': {'Authorization': 'Bearer QZabc',
+                                'X': '${NO_SUCH_V}'}}}
+        for name in 's', 'dead':
+            secrets[name]['args'] += ['--token', 'QZt', '-e', 'K=QZe',
+                                      '--api-key=QZk', '-H', 'X-A: QZh']
+        self.configure(secrets)
+        for words in (
+                ['sync'], ['tools', 'preflight', 's:echo', 'dead:x', 'web:x'],
+                ['servers', 'list'], ['servers', 'show', 's'],
+                ['servers', 'show', 'dead'], ['servers', 'show', 'web'],
+                ['tools', 'show', 's:echo'], ['config', 'check'],
+                ['activity', 'list']):
+            for form in 'table', 'json':
+                with self.subTest(words, form=form):
+                    self.hides(self.cli('-o', form, *words))
+        secrets['s']['args'][-1] = 'X-A: QZother'
+        self.configure(secrets)
+        self.hides(self.ask('s:echo'))
+        self.hides(self.cli('servers', 'approve', 's'))
+        for name in os.listdir(self.home):
+            with open(os.path.join(self.home, name), 'rb') as file:
+                self.assertFalse(b'QZ' in file.read(), name)
+
+    def hides(self, done):
+        """Hold what a command wrote to not naming a secret."""
+        self.assertNotIn('QZ', done.out)
+        self.assertNotIn('QZ', done.err)
 # ==========================================================================
 # The file itself: the map, the line, uphill references, shape, imports
 # ==========================================================================
@@ -1751,7 +9617,7 @@ class TestLayout(unittest.TestCase):
             'time': {'strftime', 'gmtime'},
             'os': {'path', 'sep', 'pathsep', 'name'},
             'os.path': {'dirname', 'basename', 'join', 'isabs', 'normpath',
-                        'splitext'}}
+                        'splitext', 'commonprefix'}}
         faults = []
         for node, first, _ in self.program.statements():
             here = self.program.section_at(first)
@@ -2034,6 +9900,34 @@ class TestReadme(TempCase):
         for block in read_blocks('sh'):
             path = self.write('shown.sh', block)
             self.assertEqual(subprocess.call(['sh', '-n', path]), 0)
+
+    def test_the_service_answers_as_it_is_asked_here(self):
+        script = read_blocks('sh')[1]
+        serve, ask = re.match(r'(?s)python3 (.*?) *#.*?\n(.*)',
+                              script).groups()
+        self.shell('python3 preflight.py --config examples/mcp.json sync')
+        words = shlex.split(serve.replace('mcp.json', 'examples/mcp.json'))
+        child = subprocess.Popen(
+            [sys.executable] + words + ['--listen', '127.0.0.1:0'],
+            cwd=HERE, env=self.env, stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL)
+        try:
+            place = re.search(r'http://[0-9.:]+',
+                              child.stderr.readline().decode()).group()
+            if not self.has('curl'):
+                self.skipTest('curl is not here')
+            code, out = self.shell(ask.replace('http://127.0.0.1:8080',
+                                               place))
+            self.assertEqual(json.loads(out)['data']['verdict'], 'ready')
+        finally:
+            child.terminate()
+            child.stderr.close()
+            self.assertEqual(child.wait(), 143)
+
+    def has(self, program):
+        """Tell whether a program is on the path."""
+        return subprocess.call(['sh', '-c', 'command -v ' + program],
+                               stdout=subprocess.DEVNULL) == 0
 
     def test_the_nightly_script_pages_at_the_third_10(self):
         script = read_blocks('sh')[0]

@@ -97,9 +97,9 @@ def fill_state(home, config, servers, tools):
             found, warnings = preflight.read_tools(
                 [listed_tool(name, tool) for tool in tools])
             row = preflight.save_observation(
-                store, loaded, known, preflight.Observation(
+                store, known, preflight.Observation(
                     'ready', '', '', '2025-11-25', 'handshake', 0, found,
-                    {}, warnings, ''))
+                    {}, warnings, ''), 'bench')
             if (row.state, row.tools) != ('ready', len(tools)):
                 sys.exit('%s was not recorded: %r' % (name, row))
 
