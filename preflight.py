@@ -415,16 +415,15 @@ def cut_deep(text, limit):
     return ''.join(kept)
 
 
-def decode_json(text, limit=MAX_DEPTH, number=_number, constant=_constant):
+def decode_json(text, limit=MAX_DEPTH):
     """Parse JSON; a Refused stands where a value may not be trusted.
 
-    Integral floats become integers, so that 1.0 and 1 hash alike, unless
-    another reader of numbers is given. Raises ValueError when the text is
-    not JSON.
+    Integral floats become integers, so that 1.0 and 1 hash alike. Raises
+    ValueError when the text is not JSON.
     """
     return json.loads(cut_deep(text, limit), object_pairs_hook=_unique,
-                      parse_float=number, parse_int=_whole,
-                      parse_constant=constant)
+                      parse_float=_number, parse_int=_whole,
+                      parse_constant=_constant)
 
 
 def find_refused(value):
@@ -440,6 +439,9 @@ def find_refused(value):
             todo.extend(item)
     return ''
 
+
+# json.dumps would make such an encoder at every call.
+compact_json = json.JSONEncoder(separators=(',', ':')).encode
 
 DURATION = ''.join(r'(?:([0-9]+(?:\.[0-9]+)?)%s)?' % unit
                    for unit in ('d', 'h', 'm(?!s)', 's', 'ms'))
@@ -1129,7 +1131,9 @@ def read_claude_entry(name, entry):
                      'of our own, as an overlay' % ', '.join(ours))
     if server.transport == 'auto':
         notes.append('has a url without a type, which Claude Code refuses')
-    wait = raw.get('request_timeout_ms', raw.get('timeout'))
+    wait = raw.get('request_timeout_ms')
+    if wait is None:
+        wait = raw.get('timeout')
     if is_flag(wait) or not isinstance(wait, (int, float)) or not (
             1000 <= wait <= MAX_DURATION_MS):
         if wait is not None:
@@ -1950,21 +1954,23 @@ def connection_state(case):
     """
     known, now = case.known, case.question.now
     link, name = known.connection, json.dumps(known.server.name)
+    limit, is_old = 0, False
+    if link is not None and link.state == 'ready':
+        limit = max_age_of(known.server, case.question.settings, link.ttl)
+        is_old = is_stale(link, limit, now)
+        if not is_old:
+            return passed('Server %s was seen ready %s ago.' % (
+                name, format_duration(max(0, now - link.observed_at))))
     sync = _run(case, 'sync', known.server.name)
     if link is None:
         return stopped('server_initializing',
                        'Server %s has never been looked at (%s).' % (
                            name, case.question.places), sync, 'never_seen')
-    limit = max_age_of(known.server, case.question.settings, link.ttl)
-    is_old = link.state == 'ready' and is_stale(link, limit, now)
     if link.state == 'pending_auth':
         return stopped('oauth_required', 'Server %s asked for a login: %s.' % (
             name, link.detail), 'Set headers.Authorization for %s (an entry '
             'in our own config) to a ${VAR}, then run: %s' % (
                 name, sync[5:]))
-    if link.state == 'ready' and not is_old:
-        return passed('Server %s was seen ready %s ago.' % (
-            name, format_duration(max(0, now - link.observed_at))))
     if is_lease_running(link, now):
         return stopped('server_initializing', 'A sync of server %s is under '
                        'way since %s.' % (name, format_time(link.lease_at)),
@@ -3390,12 +3396,11 @@ def append_record(con, record):
     last, before = load_last_record(con)
     seq = last + 1
     name = '%012x-%08x' % (record.at, seq)
-    body = json.dumps({
+    body = compact_json({
         'id': name, 'type': record.type, 'source': record.source,
         'timestamp': format_time(record.at),
         'request_id': record.request_id, 'actor': record.actor,
-        'status': record.status, 'metadata': record.metadata},
-        separators=(',', ':'))
+        'status': record.status, 'metadata': record.metadata})
     save_record(con, (seq, record.at, record.request_id, record.type,
                       record.status, body, sha256(before + body)))
     return name
@@ -3679,12 +3684,11 @@ class ChildLink:
                 self._raise_exit()
 
     def _raise_exit(self):
+        self._wait_dead(0.3)
         end = self.world.clock() + 0.3
-        while (self.child.stderr in self.open_pipes
-               and self.world.clock() < end and self.pump(0.05)):
-            pass
-        if not self.is_dead():
-            self._wait_dead(0.3)
+        while (self.open_pipes and self.world.clock() < end
+               and self.pump(0.02)):
+            pass                # its last words
         raise UpstreamError('exited', self._exit_text())
 
     def _exit_text(self):
@@ -3877,8 +3881,10 @@ def _child_link(server, environ, world):
 
 
 def _stderr_of(link, secrets):
-    """Give the end of stderr, masked before it is cut: no half of a secret
-    would be recognized."""
+    """Give the end of stderr, masked.
+
+    Masked before it is cut: half a secret would not be recognized.
+    """
     tail = link.tail.decode('utf-8', 'replace') if link else ''
     return redact(tail, secrets)[-STDERR_TAIL_BYTES:]
 
@@ -3894,10 +3900,10 @@ def _failure(exc, link, secrets):
 
 
 def secrets_of(server, plain, environ):
-    """List the values that must never be shown: of env and headers, but
-    for what chooses code, and of variables elsewhere that are no paths.
+    """List the values of a server that must never be shown.
 
-    plain: the server expanded.
+    Those of env and headers, but for what chooses code, and of variables
+    elsewhere that are no paths. plain: the server expanded.
     """
     texts = list(plain.env.values()) + list(plain.headers.values())
     words = {text.split(' ')[-1] for text in texts if text}
@@ -4204,8 +4210,7 @@ class Round:
         self.running[server.name] = (thread, start, known)
 
     def _admit(self, con, server, span):
-        """Take the lease of a server: its Known, None when it is not ours
-        to look at."""
+        """Take the lease of a server: its Known, None if not ours to see."""
         name, now = server.name, self.world.now()
         known, _ = load_known(con, self.config, name)
         owner, link = load_link(con, name, server.file)[1:]
@@ -4375,18 +4380,18 @@ def known_server(config, name):
     return server
 
 
-Snapshot = namedtuple('Snapshot', 'con config servers tools')
+Snapshot = namedtuple('Snapshot', 'con config servers tools ready')
 Snapshot.__doc__ = """One instant of the state, read as it is asked for.
 
-servers: name -> (Known, row id); tools: (server, tool) -> Tool or None.
-Both fill up; a server that outlives the instant must drop them when the
-generation has moved.
+servers: name -> (Known, row id); tools: (server, tool) -> Tool or None;
+ready: who asks -> ref -> its ready Answer and when that holds. They fill
+up; who outlives the instant must drop them when the generation has moved.
 """
 
 
 def open_snapshot(con, config):
     """Open a Snapshot inside a transaction."""
-    return Snapshot(con, config, {}, {})
+    return Snapshot(con, config, {}, {}, {})
 
 
 def known_of(snap, name):
@@ -4406,16 +4411,13 @@ def _listed_tool(snap, name, tool):
     return found if found and found.listed else None
 
 
-def load_cases(snap, question):
-    """Set what is known beside each ref of a question."""
-    cases = []
-    for ref in question.refs:
-        key = ref.server, ref.tool
-        if key not in snap.tools:
-            snap.tools[key] = _listed_tool(snap, *key)
-        cases.append(Case(ref, known_of(snap, ref.server)[0],
-                          snap.tools[key], question))
-    return cases
+def load_case(snap, question, ref):
+    """Set what is known beside one ref of a question."""
+    key = ref.server, ref.tool
+    if key not in snap.tools:
+        snap.tools[key] = _listed_tool(snap, *key)
+    return Case(ref, known_of(snap, ref.server)[0], snap.tools[key],
+                question)
 
 
 def _ids_of_server(snap, name, word):
@@ -4482,16 +4484,45 @@ def _with_suggestions(snap, question, answers):
     return out
 
 
+def _ready_span(case):
+    """Give the instants between which a ready answer stays as it is."""
+    link = case.known.connection
+    limit = max_age_of(case.known.server, case.question.settings, link.ttl)
+    return (link.observed_at - FUTURE_MS,
+            link.observed_at + (limit or MAX_DURATION_MS))
+
+
+def judge_refs(snap, question):
+    """Judge every ref of a question: (Answer, Finding or None) each.
+
+    A ready answer depends on the snapshot and, by its age, on the time
+    alone: it is repeated as long as it holds.
+    """
+    pairs, now = [], question.now
+    held = snap.ready.setdefault((question.caller, question.filters), {})
+    for ref in question.refs:
+        answer, (first, last) = held.get(ref, (None, (0, 0)))
+        finding = None
+        if not first <= now <= last:
+            case = load_case(snap, question, ref)
+            answer, finding = evaluate(case)
+            if answer.status == 'ready':
+                held[ref] = answer, _ready_span(case)
+        pairs.append((answer, finding))
+    return pairs
+
+
 def judge_all(snap, question, request_id, waited_ms=None):
-    """Judge every ref of a question against one snapshot: a Report."""
-    pairs = [evaluate(case) for case in load_cases(snap, question)]
+    """Judge a question against one snapshot, with suggestions: a Report."""
+    pairs = judge_refs(snap, question)
     answers = _with_suggestions(snap, question,
                                 [answer for answer, _ in pairs])
     verdict = worst_verdict([answer.reason or '' for answer in answers])
     stuck = []
     if verdict == RETRY:
         stuck = [' '.join((finding.fact, finding.remedy))
-                 for _, finding in pairs if finding.cause in STUCK_CAUSES]
+                 for _, finding in pairs
+                 if finding and finding.cause in STUCK_CAUSES]
     return Report(verdict, format_time(question.now), waited_ms, answers,
                   request_id, list(dict.fromkeys(stuck)))
 
@@ -4947,7 +4978,8 @@ def cmd_tools_explain(world, options):
     config = load_config(world)
     question = _question(world, config, options)
     with Store(world.home, world) as store, store.read() as con:
-        case = load_cases(open_snapshot(con, config), question)[0]
+        case = load_case(open_snapshot(con, config), question,
+                         question.refs[0])
         return [{'gate': gate, 'result': result, 'fact': fact}
                 for gate, result, fact in explain(case)]
 
@@ -5346,8 +5378,8 @@ class HttpError(PreflightError):
 
 def respond(value, status=200, headers=()):
     """Make a JSON response."""
-    body = json.dumps(value, separators=(',', ':')).encode('ascii')
-    return Response(status, body + b'\n', 'application/json', headers)
+    return Response(status, compact_json(value).encode('ascii') + b'\n',
+                    'application/json', headers)
 
 
 def respond_text(text, status=200, kind='text/plain'):
@@ -5476,10 +5508,28 @@ class Body:
         return True
 
 
+def unrepeated(pairs):
+    """Make a JSON object; raises ValueError for a key that stands twice."""
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError('a key of an object stands twice')
+    return table
+
+
+def small_number(text):
+    """Read an integer; raises ValueError for one that none of ours is."""
+    if len(text) > 20:
+        raise ValueError('a number has over 20 digits')
+    return int(text)
+
+
+def no_constant(name):
+    """Refuse NaN and Infinity; raises ValueError."""
+    raise ValueError('%s is not JSON' % name)
+
+
 def strict_json(data):
     """Parse a request's body; raises HttpError 400 with the rule broken."""
-    def refuse(name):
-        raise ValueError('%s is not JSON' % name)
     try:
         text = data.decode('utf-8')
     except UnicodeDecodeError:
@@ -5489,13 +5539,12 @@ def strict_json(data):
     if cut_deep(text, REQUEST_DEPTH) != text:
         raise HttpError(400, 'the body nests over %d levels' % REQUEST_DEPTH)
     try:
-        value = decode_json(text, REQUEST_DEPTH, float, refuse)
+        value = json.loads(text, object_pairs_hook=unrepeated,
+                           parse_int=small_number,
+                           parse_constant=no_constant)
     except ValueError as exc:
         raise HttpError(400, 'the body is not exactly one JSON object: %s'
                         % exc) from exc
-    why = find_refused(value)
-    if why:
-        raise HttpError(400, 'the body cannot be used: %s' % why)
     if not is_table(value):
         raise HttpError(400, 'the body is not exactly one JSON object')
     return value
@@ -5504,9 +5553,9 @@ def strict_json(data):
 CHECK_KEYS = ('tools', 'profile', 'policy', 'wait_ms')
 FILTERS = ('read_only_only', 'exclude_destructive', 'exclude_open_world')
 
-Asked = namedtuple('Asked', 'pairs profile filters wait_ms')
+Asked = namedtuple('Asked', 'refs profile filters wait_ms')
 Asked.__doc__ = """A check as a request asks for it, before any look-up.
-pairs: (id, pin), None when the request leaves the tools to its token."""
+refs: Refs, None when the request leaves the tools to its token."""
 
 
 def only_keys(table, keys, where=''):
@@ -5527,8 +5576,8 @@ def typed(table, key, is_kind, kind):
     return value
 
 
-def asked_pairs(tools):
-    """Read the member tools: (id, pin) pairs; raises HttpError 400."""
+def asked_refs(tools):
+    """Read the member tools: Refs; raises an error of status 400."""
     if not tools:
         raise HttpError(400, 'tools is empty')
     if len(tools) > MAX_IDS:
@@ -5537,12 +5586,13 @@ def asked_pairs(tools):
     for item in tools:
         if not is_table(item):
             raise HttpError(400, 'an entry of tools must be an object')
-        only_keys(item, ('id', 'pin_hash'), ' in an entry of tools')
-        if item.get('id') is None:
-            raise HttpError(400, 'an entry of tools has no id')
-        pairs.append((typed(item, 'id', is_text, 'a string'),
-                      typed(item, 'pin_hash', is_text, 'a string') or ''))
-    return pairs
+        name, pin = item.get('id'), item.get('pin_hash')
+        if name is None or len(item) > 1:
+            only_keys(item, ('id', 'pin_hash'), ' in an entry of tools')
+        if not is_text(name) or not (pin is None or is_text(pin)):
+            raise HttpError(400, 'id and pin_hash must be strings')
+        pairs.append((name, pin or ''))
+    return unique_refs(pairs)
 
 
 def is_wait(value):
@@ -5556,14 +5606,13 @@ def parse_check(data, has_own_tools):
     has_own_tools: the caller's token carries required tools, so that the
     key may be left out. Raises an error of status 400 naming the rule.
     """
-    table, pairs = strict_json(data), None
+    table, refs = strict_json(data), None
     only_keys(table, CHECK_KEYS)
     tools = typed(table, 'tools', is_list, 'an array')
     if tools is not None or not has_own_tools:
         if tools is None:
             raise HttpError(400, 'tools is missing')
-        pairs = asked_pairs(tools)
-        unique_refs(pairs)
+        refs = asked_refs(tools)
     wait_ms = typed(table, 'wait_ms', is_wait, 'an integer from 0 to %d'
                     % MAX_WAIT_MS)
     profile = typed(table, 'profile', is_text, 'a string')
@@ -5571,7 +5620,7 @@ def parse_check(data, has_own_tools):
     only_keys(policy, FILTERS, ' in policy')
     on = frozenset(key for key in policy
                    if typed(policy, key, is_flag, 'true or false'))
-    return Asked(pairs, profile or '', on, wait_ms or 0)
+    return Asked(refs, profile or '', on, wait_ms or 0)
 
 
 def caller_of(who, config, profile=''):
@@ -5620,6 +5669,7 @@ class Gate:
         self.todo, self.waiting = [], set()
         self.is_scheduled, self.since = False, None
         self.cache, self.mark, self.room = None, None, 0
+        self.places = places_of(self.world)
 
     def submit(self, check):
         """Take a check into the next batch."""
@@ -5694,14 +5744,16 @@ class Gate:
         asked, who, waited = check.asked, check.who, None
         if who.token and not self.service.is_valid(con, who):
             raise HttpError(401, 'the token was revoked or has expired')
-        pairs = who.token.required if asked.pairs is None else asked.pairs
+        refs = asked.refs
+        if refs is None:
+            refs = unique_refs(who.token.required)
         if asked.wait_ms:
             waited = 0 if check.start is None else int(
                 (self.world.clock() - check.start) * 1000)
         self.room -= len(check.request.body)
-        question = Question(unique_refs(pairs), caller_of(
-            who, config, asked.profile), asked.filters, self.world.now(),
-            config.settings, self.world.how, places_of(self.world))
+        question = Question(
+            refs, caller_of(who, config, asked.profile), asked.filters,
+            self.world.now(), config.settings, self.world.how, self.places)
         return judge_all(self.snapshot(con, config), question,
                          check.request.id, waited), question
 
@@ -6182,9 +6234,9 @@ class Events:
                 known, config.settings, now)} if known.server else None
         question = Question([parse_id(name)], Caller(tier, '', '', None), (),
                             now, config.settings, '', '')
-        answer = evaluate(load_cases(snap, question)[0])[0]
-        return {key: value for key, value in answer_fields(answer).items()
-                if key in ('id', 'status', 'reason')}
+        answer = answer_fields(judge_refs(snap, question)[0][0])
+        return {key: answer[key] for key in ('id', 'status', 'reason')
+                if key in answer}
 
 
 class Syncer:
@@ -6367,7 +6419,7 @@ def do_ready(service, peer, request, who):
     ids = request.query.get('tool')
     if ids is None:
         return service.readiness()
-    asked = Asked(asked_pairs([{'id': name} for name in ids]), '',
+    asked = Asked(asked_refs([{'id': name} for name in ids]), '',
                   frozenset(), 0)
     service.gate.submit(Check(peer, request, who, asked, True))
     return None
@@ -6616,26 +6668,36 @@ def is_host_allowed(host, is_loopback, names):
         return False
 
 
-def make_head_class():
-    """Make the class that lends us http.server's reading of a head."""
+def parse_query(text):
+    """Read a query string: name -> values, in order."""
+    from urllib.parse import unquote_plus
+    out = {}
+    for part in text.split('&') if text else ():
+        name, _, value = part.partition('=')
+        out.setdefault(unquote_plus(name), []).append(unquote_plus(value))
+    return out
+
+
+def make_head_parser():
+    """Make the function that lends us http.server's reading of a head.
+
+    (request line, Connection, Expect) -> (method, path, query, is_last,
+    is_expecting). It is given the headers it decides by, and no others: the
+    parser of mail headers behind it costs more than a check. Clients repeat
+    themselves, so what it said is kept.
+    """
+    import functools
     import http.server
     import io
 
     class Head(http.server.BaseHTTPRequestHandler):
-        """Parses a head that check_framing has let through.
-
-        It is given the headers it decides by, and no others: the parser of
-        mail headers behind it costs more than a check.
-        """
+        """Parses a head that check_framing has let through."""
 
         protocol_version, fault, is_expecting = 'HTTP/1.1', 400, False
 
         def __init__(self, line, headers):
             self.raw_requestline = line + b'\r\n'
-            self.rfile = io.BytesIO(''.join(
-                '%s: %s\r\n' % (name, headers[name])
-                for name in ('connection', 'expect') if name in headers
-            ).encode('latin-1') + b'\r\n')
+            self.rfile = io.BytesIO(headers.encode('latin-1') + b'\r\n')
 
         def send_error(self, code, message=None, explain=None):
             """Note a refusal, where http.server would send it."""
@@ -6646,17 +6708,18 @@ def make_head_class():
             self.is_expecting = True
             return True
 
-    return Head
+    @functools.lru_cache(64)
+    def parse(line, connection, expect):
+        head = Head(line, 'Connection: %s\r\nExpect: %s\r\n' % (
+            connection, expect))
+        if not head.parse_request():
+            raise HttpError(head.fault if head.fault in PHRASES else 400,
+                            'the head cannot be read')
+        path, _, query = head.path.partition('?')
+        return (head.command, path, parse_query(query),
+                head.close_connection, head.is_expecting)
 
-
-def parse_query(text):
-    """Read a query string: name -> values, in order."""
-    from urllib.parse import unquote_plus
-    out = {}
-    for part in text.split('&') if text else ():
-        name, _, value = part.partition('=')
-        out.setdefault(unquote_plus(name), []).append(unquote_plus(value))
-    return out
+    return parse
 
 
 def peer_uid(sock):
@@ -6685,7 +6748,7 @@ class Service:
         self.configs, self.counts = configs, Counts()
         self.gate, self.events = Gate(self), Events(self)
         self.syncer = Syncer(self, settings.sync_ms)
-        self.head_class = make_head_class()
+        self.parse_line = make_head_parser()
         self.pool = concurrent.futures.ThreadPoolExecutor(1)
         self.peers, self.lines, self.servers = set(), [], []
         self.is_stopping, self.signal = False, None
@@ -6710,18 +6773,15 @@ class Service:
 
     def parse_head(self, line, headers):
         """Read a head into a Request; raises HttpError."""
-        parsed = self.head_class(line, headers)
-        if not parsed.parse_request():
-            raise HttpError(parsed.fault if parsed.fault in PHRASES else 400,
-                            'the head cannot be read')
-        if not parsed.is_expecting:
+        method, path, query, is_last, is_expecting = self.parse_line(
+            line, headers.get('connection', ''), headers.get('expect', ''))
+        if not is_expecting:
             headers.pop('expect', None)
-        path, _, query = parsed.path.partition('?')
         request_id = headers.get('x-request-id', '')
         if not re.match(REQUEST_ID, request_id):
             request_id = new_request_id(self.world)
-        return Request(parsed.command, path, parse_query(query), headers,
-                       b'', request_id, parsed.close_connection, ())
+        return Request(method, path, query, headers, b'', request_id,
+                       is_last, ())
 
     def is_valid(self, con, who):
         """Tell whether a token still stands as it was read."""
@@ -6857,9 +6917,9 @@ class Service:
                 question = Question(
                     self.settings.ready, operator(config), (),
                     self.world.now(), config.settings, '', '')
-                cases = load_cases(self.gate.snapshot(con, config), question)
-                is_ready = not any(evaluate(case)[0].reason
-                                   for case in cases)
+                snap = self.gate.snapshot(con, config)
+                is_ready = not any(answer.reason for answer, _ in
+                                   judge_refs(snap, question))
         except PreflightError:
             pass
         return respond_text('ready' if is_ready else 'unready',

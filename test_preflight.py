@@ -26,6 +26,8 @@ import tempfile
 import threading
 import time
 import unittest
+import warnings
+from unittest import mock
 from collections import namedtuple
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -584,8 +586,8 @@ class Test05Text(unittest.TestCase):
         table = (
             ('gh-ops:a/b.c@1_X', 'gh-ops:a/b.c@1_X'), ('', "''"),
             ('a b', "'a b'"), ('$(x)', "'$(x)'"), ('~', "'~'"),
-            ("it's", "'it'\\''s'"), ('a\n', "'a\n'"), ('caf\u00e9',
-                                                      "'caf\u00e9'"))
+            ("it's", "'it'\\''s'"), ('a\n', "'a\n'"),
+            ('caf\u00e9', "'caf\u00e9'"))
         for word, quoted in table:
             with self.subTest(word=word):
                 self.assertEqual(pf.shell_word(word), quoted)
@@ -1465,6 +1467,8 @@ class Test07Claude(unittest.TestCase):
                 ({'timeout': 1e300}, 30000, True),
                 ({'timeout': None}, 30000, False),
                 ({'request_timeout_ms': 2000, 'timeout': 5000}, 2000,
+                 False),
+                ({'request_timeout_ms': None, 'timeout': 5000}, 5000,
                  False)):
             with self.subTest(keys=keys):
                 server = read_good(dict(keys, command='x'), CLAUDE)
@@ -1845,7 +1849,7 @@ def page(tools=(), cursor=None, **more):
     return {'result': result}
 
 
-def failure(code, message='no', **more):
+def wire_error(code, message='no', **more):
     """Answer anything with an error."""
     return {'error': dict(more, code=code, message=message)}
 
@@ -1882,13 +1886,13 @@ class Test08Opening(unittest.TestCase):
 
     def test_one_retry_with_a_listed_version(self):
         for refusal in (
-                failure(-32602, data={'supported': ['2024-11-05']}),
-                failure(-32602, data={'supported': [
+                wire_error(-32602, data={'supported': ['2024-11-05']}),
+                wire_error(-32602, data={'supported': [
                     'x', 5, '2024-11-05', '2024-10-07']}),
-                failure(-32000, 'we speak 2024-11-05'),
-                failure(-32602, 'bad version 2025-11-25, use 2024-11-05'),
-                failure(-32022, data={'supported': ['2026-07-28',
-                                                    '2024-11-05']})):
+                wire_error(-32000, 'we speak 2024-11-05'),
+                wire_error(-32602, 'bad version 2025-11-25, use 2024-11-05'),
+                wire_error(-32022, data={'supported': [
+                    '2026-07-28', '2024-11-05']})):
             with self.subTest(refusal=refusal):
                 sent, listing = converse([refusal, welcome('2024-11-05'),
                                           page()])
@@ -1898,15 +1902,16 @@ class Test08Opening(unittest.TestCase):
                 self.assertEqual(listing.protocol, '2024-11-05')
 
     def test_no_second_retry(self):
-        refusal = failure(-32000, 'use 2024-11-05 or 2024-10-07')
+        refusal = wire_error(-32000, 'use 2024-11-05 or 2024-10-07')
         sent, exc = converse([refusal, refusal, welcome()])
         self.assertEqual(len(sent), 2)
         self.assertEqual(exc.cause, 'protocol')
 
     def test_falls_to_discover(self):
-        for refusal in (failure(-32022), failure(-32601), failure(-32602),
-                        failure(-32000, 'try 2026-07-28'),
-                        failure(1, data={'supported': ['2026-07-28']})):
+        for refusal in (wire_error(-32022), wire_error(-32601),
+                        wire_error(-32602),
+                        wire_error(-32000, 'try 2026-07-28'),
+                        wire_error(1, data={'supported': ['2026-07-28']})):
             with self.subTest(refusal=refusal):
                 sent, listing = converse([
                     refusal, discovered('2026-07-28'), page(['t'])])
@@ -1931,8 +1936,8 @@ class Test08Opening(unittest.TestCase):
                 self.assertLess(len(str(exc)), 500)
 
     def test_the_first_refusal_says_more(self):
-        sent, exc = converse([failure(-32602, 'no key given'),
-                              failure(-32601, 'what?')])
+        sent, exc = converse([wire_error(-32602, 'no key given'),
+                              wire_error(-32601, 'what?')])
         self.assertEqual(len(sent), 2)
         self.assertEqual(str(exc), 'initialize failed with error -32602: no '
                          'key given')
@@ -2039,7 +2044,7 @@ class Test08Paging(unittest.TestCase):
 
     def test_an_error_on_a_later_page_keeps_nothing(self):
         for code in (-32601, -32602):
-            exc = self.listed(page([1], 'c'), failure(code))[1]
+            exc = self.listed(page([1], 'c'), wire_error(code))[1]
             self.assertIn('tools/list failed', str(exc))
 
     def test_no_list(self):
@@ -2057,9 +2062,9 @@ class Test08Paging(unittest.TestCase):
                 self.assertNotIn('tools/list', dict(sent))
 
     def test_method_not_found(self):
-        self.assertEqual(self.listed(failure(-32601))[1].tools, [])
+        self.assertEqual(self.listed(wire_error(-32601))[1].tools, [])
         self.assertIn('tools/list failed with error -32603',
-                      str(self.listed(failure(-32603))[1]))
+                      str(self.listed(wire_error(-32603))[1]))
 
     def test_ttl(self):
         for value, ttl in ((None, 0), (0, 0), (5, 5), (-5, 0), ('5', 0),
@@ -2108,7 +2113,8 @@ class Test08Lines(unittest.TestCase):
     def test_ambiguous(self):
         with self.assertRaises(pf.UpstreamError) as caught:
             pf.decode_line(b'{"jsonrpc": "2.0", "id": 1, "id": 2}', 1)
-        self.assertIn('the key "id" stands twice', str(caught.exception))
+        self.assertEqual(str(caught.exception), 'a message is ambiguous: '
+                         'the key "id" stands twice')
 
     def test_depth(self):
         """A definition of 200 levels fits, with the message around it."""
@@ -2377,8 +2383,8 @@ class Test09Launches(unittest.TestCase):
                                  fact)
 
     def test_only_a_masked_part_differs(self):
-        one, two = (a_server(args=('--token', word)) for word in ('zz1',
-                                                                   'zz2'))
+        one, two = (a_server(args=('--token', word))
+                    for word in ('zz1', 'zz2'))
         fact = pf.launch_fact(two, self.known(one), None)
         self.assertIn("now it is run --token '***' (only a masked part "
                       'differs).', fact)
@@ -2869,7 +2875,7 @@ def crossed(**dimensions):
         yield Facts(*facts)
 
 
-class Test10Exhaustive(unittest.TestCase):
+class Test10Judge(unittest.TestCase):
     """Every combination of what the gates look at, against the oracle.
 
     The full product is in the hundreds of millions, but a gate that stops
@@ -2942,9 +2948,9 @@ class Test10Explain(unittest.TestCase):
     def test_agrees_with_evaluate(self):
         for facts in crossed(
                 config=('yes', 'none'), scope=('all', 'out'),
-                quarantined=BOTH, disabled=BOTH, link=KINDS,
-                tool=TOOLS, lists=('no', 'denied'), is_blocked=BOTH,
-                pin=('none', 'wrong'), filters=FILTER_SETS[:2]):
+                quarantined=BOTH, link=KINDS, tool=TOOLS,
+                lists=('no', 'denied'), pin=('none', 'wrong'),
+                filters=FILTER_SETS[:2]):
             case = case_of(facts)
             answer, finding = pf.evaluate(case)
             stops = [fact for _, state, fact in pf.explain(case)
@@ -3202,6 +3208,14 @@ class Test10Wording(unittest.TestCase):
                                          pin='sha256/v1:' + digest).reason,
                              reason)
 
+    def test_failed_looks(self):
+        for link, detail in (
+                ({'detail': 'it broke.'}, 'Server "s": it broke.'),
+                ({'detail': '', 'cause': 'timeout'},
+                 'Server "s": timeout.')):
+            answer = self.answer(dict(link, state='error'))
+            self.assertEqual(answer.detail, detail)
+
     def test_refused_definition(self):
         answer = self.answer({'refused': {'t': 'definition refused: why'}},
                              tool=None)
@@ -3348,9 +3362,9 @@ class Test10Requests(unittest.TestCase):
     def test_unique(self):
         refs = pf.unique_refs([(' s:t ', None), ('u:v', 'x'), ('s:t', ''),
                                ('bad', None), ('u:v', 'x')])
-        self.assertEqual(refs, [('s:t', 's', 't', ''), ('u:v', 'u', 'v',
-                                                       'x'),
-                                ('bad', '', '', '')])
+        self.assertEqual(refs, [
+            ('s:t', 's', 't', ''), ('u:v', 'u', 'v', 'x'),
+            ('bad', '', '', '')])
 
     def test_two_pins(self):
         """An absent pin counts as a value."""
@@ -3494,7 +3508,8 @@ AWKWARD = (
     '\x85', '\xa0', '\xff\u0100', '\uffff\U00010000',
     '\u2028', '\u2029', '\ufeff', '\U0001f600', '\ud800',
     '\udc80', 'caf\u00e9', '/', '<<', '=', '.inf', '.nan', '0x1f', '1_000',
-    '+1', '-1', 'true', 'Yes', '---', '...', 'a' * 500, 'a b ' * 100)
+    '+1', '-1', 'true', 'Yes', 'yes', 'off', 'false', '---', '...',
+    'a' * 500, 'a b ' * 100)
 ESCAPE = (r'\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8})|'
           r'([ntrbf"\\]))')
 NESTED = {
@@ -3749,6 +3764,14 @@ class Test12Tables(unittest.TestCase):
             '  -a\n  +b\\x1b\nhints:\n  readOnlyHint: true -> absent '
             '(riskier)\nreview token: T\napprove: pf tools approve s:t '
             '--expect T\n')
+
+    def test_diff_of_a_new_tool(self):
+        diff = dict(self.DIFF, status='pending', approved_hash=None,
+                    hash='', why='', fields=[], hints=[])
+        self.assertEqual(
+            pf.render_diff(diff),
+            's:t: pending\napproved: never\nlisted:   no hash\n'
+            'review token: T\napprove: pf tools approve s:t --expect T\n')
 
     def test_diff_of_nothing(self):
         diff = dict(self.DIFF, status='approved', why='', fields=[],
@@ -4010,24 +4033,18 @@ class Test14World(WorldCase):
             self.assertIn(self.path('state') + ' is not a directory',
                           self.refused('activity', 'list'))
 
+    @unittest.skipUnless(os.geteuid() == 0, 'root can be another user')
     def test_a_home_of_another_user_is_named_with_the_reason(self):
         self.store().connect()
         os.chmod(self.dir, 0o755)
         for mode, home in ((0o700, self.home), (0o755, self.home),
                            (0o755, self.path('new'))):
-            os.chmod(self.home, mode)
-            if os.geteuid():    # the owner, who has no rights to take away
-                os.chmod(self.dir, 0o555)
-                os.chmod(self.home, mode & 0o555 & ~0o200)
-            self.home, mine = home, self.home
+            os.chmod(self.path('state'), mode)
+            self.home = home
             with self.subTest(oct(mode), home=home):
                 why = self.as_other(lambda: self.do('activity', 'list'))
-                if os.geteuid() == 0:
-                    self.assertIn(home, why)
-                    self.assertRegex(why, 'denied|unable to open')
-            self.home = mine
-            os.chmod(self.dir, 0o755)
-            os.chmod(self.home, 0o700)
+                self.assertIn(home, why)
+                self.assertRegex(why, 'denied|unable to open')
 
     def test_the_lock_keeps_processes_apart(self):
         path = self.write('number', '0')
@@ -4186,12 +4203,15 @@ class Test15Store(WorldCase):
                 ('zeroed', whole[:100] + b'\0' * (len(whole) - 100))):
             self.write('state/preflight.db', data)
             for verb in ('read', 'write'):
-                with self.subTest(name, verb=verb):
+                with self.subTest(name, verb=verb), \
+                        warnings.catch_warnings(record=True) as warned:
+                    warnings.simplefilter('always')
                     with self.assertRaises(pf.StoreError) as caught:
                         with pf.Store(self.home, self.world()) as store:
                             with getattr(store, verb)() as con:
                                 con.execute('select * from activity')
                     self.assertIn(self.home, str(caught.exception))
+                self.assertEqual(warned, [])
             with open(os.path.join(self.home, 'preflight.db'), 'rb') as file:
                 self.assertEqual(file.read(), data)
 
@@ -4275,6 +4295,31 @@ class Test15Store(WorldCase):
         self.assertEqual(self.generation(), 1)
         self.bump()
         self.assertEqual(self.generation(), 2)
+
+    def test_a_write_keeps_writers_without_the_lock_out_from_its_start(self):
+        store, other = self.store(), None
+        with store.write():
+            other = self.raw()
+            other.execute('pragma busy_timeout=0')
+            with self.assertRaises(sqlite3.OperationalError):
+                other.execute('begin immediate')
+        other.execute('begin immediate')
+        other.execute('rollback')
+
+    def test_a_big_servers_names_are_shortlisted(self):
+        names = ['tool_%03d' % n for n in range(200)] + ['create_issue']
+        tools = [pf.Definition(name, '', '', {}, 'x') for name in names]
+        with self.store() as store, store.write() as con:
+            pf.take_lease(con, 's', '/c.json', (1, 2, 'd', 'me'))
+            row = pf.load_link(con, 's', '/c.json')[0]
+            pf.save_tools(con, row, tools, [], 1)
+            self.assertEqual(pf.load_names_like(con, row, 'creat_issue')[0],
+                             'create_issue')
+            self.assertEqual(len(pf.load_names_like(con, row, 'tool_9999',
+                                                    20)), 20)
+            self.assertEqual(pf.load_names_like(con, row, 'x' * 80), [])
+            self.assertEqual(pf.load_homes_of(con, 'tool_007'),
+                             [('s', '/c.json')])
 
     def test_a_read_is_one_snapshot(self):
         self.bump()
@@ -4432,7 +4477,8 @@ class Test16Audit(WorldCase):
                  "'blocked') where seq=3", '3'),
                 ("update activity set body='[]' where seq=3", '3'),
                 ("update activity set body='{' where seq=3", '3'),
-                ("update activity set body=body||char(233) where seq=3", '3'),
+                ("update activity set body=replace(body, 'success', "
+                 "char(233)) where seq=3", '3'),
                 ("update activity set body=x'00ff' where seq=3", '3'),
                 ("update activity set body=7 where seq=3", '3'),
                 ('update activity set at=at+1 where seq=3', '3'),
@@ -4605,7 +4651,7 @@ class LookCase(WorldCase):
 
     def setUp(self):
         super().setUp()
-        self.patch('GRACE_MS', 200)
+        self.patch('GRACE_MS', 100)
         self.patch('QUIET_MS', 40)
 
     def server(self, entry, name='s'):
@@ -4622,8 +4668,9 @@ class LookCase(WorldCase):
         world = self.world(env=dict(os.environ, **env),
                            clock=spec.pop('clock', time.monotonic))
         entry = entry or self.serve(starts=self.path('starts'), **spec)
-        end = world.clock() + limit
-        seen = pf.observe_server(self.server(entry), era, (end, end), world)
+        start = world.clock()
+        seen = pf.observe_server(self.server(entry), era, (
+            start + spec.get('opening', limit), start + limit), world)
         self.assert_gone(self.pids())
         return seen
 
@@ -4665,10 +4712,13 @@ class Test17Links(LookCase):
         self.assertEqual(seen.warnings, ['5 non-protocol lines on stdout'])
 
     def test_endless_noise_is_cut_off(self):
-        for flood in ('\n', 'x' * 2000 + '\n'):
-            with self.subTest(flood[:2]):
-                self.fails(self.look(flood=flood * 50), 'protocol',
-                           'non-protocol lines on stdout and no message')
+        for size in (0, 2000):
+            lines = min(pf.MAX_NOISE_LINES,
+                        pf.MAX_NOISE_BYTES // (size or 1)) + 1
+            with self.subTest(size):
+                self.fails(self.look(flood=('x' * size + '\n') * 50),
+                           'protocol', '%d non-protocol lines on stdout and '
+                           'no message' % lines)
 
     def test_a_line_without_an_end_is_refused(self):
         self.patch('MAX_MESSAGE_BYTES', 200000)
@@ -4689,6 +4739,19 @@ class Test17Links(LookCase):
         self.assertEqual(self.names(seen), ['echo'])
         self.assertEqual(len(seen.stderr), pf.STDERR_TAIL_BYTES)
         self.assertTrue(seen.stderr.endswith('E x\nend\n'))
+
+    def test_of_stderr_no_more_is_held_than_is_of_use(self):
+        entry = self.serve(stderr='E' * 200000, die='start')
+        world = self.world()
+        link = pf.ChildLink([entry['command']] + entry['args'], self.dir,
+                            dict(os.environ), world)
+        try:
+            link.open()
+            with self.assertRaises(pf.UpstreamError):
+                link.receive(world.clock() + 20)
+            self.assertEqual(len(link.tail), 2 * pf.STDERR_TAIL_BYTES)
+        finally:
+            link.close()
 
     def test_stderr_is_shown_masked_and_never_in_halves(self):
         entry = dict(self.serve(stderr='x' * 9000 + ' my-own-thing y\n'
@@ -4711,6 +4774,11 @@ class Test17Links(LookCase):
         seen = self.look(entry, env={'MY_THING': 'hush-hush-1'})
         self.fails(seen, 'exited', 'last stderr: bad: ***')
         self.assertNotIn('hush', repr(seen))
+
+    def test_what_chooses_code_is_no_secret(self):
+        entry = dict(self.serve(die='initialize', stderr='bad: --trace-x'),
+                     env={'NODE_OPTIONS': '--trace-x'})
+        self.fails(self.look(entry), 'exited', 'last stderr: bad: --trace-x')
 
     def test_an_exit_before_initialize_is_told_at_once(self):
         stderr = 'line\nFATAL: API_KEY is not set: sk-live-SECRET\n\n'
@@ -4736,6 +4804,12 @@ class Test17Links(LookCase):
     def test_closed_output_is_told_at_once(self):
         entry = {'command': 'sh', 'args': ['-c', 'exec >&- 2>&-; sleep 20']}
         self.fails(self.look(entry, limit=60), 'exited', 'closed its output')
+
+    def test_last_words_after_a_closed_output_are_heard(self):
+        entry = {'command': 'sh', 'args': [
+            '-c', 'exec >&-; sleep 0.1; echo last words >&2; exit 4']}
+        self.fails(self.look(entry), 'exited', 'exited with code 4 before '
+                   'initialize; last stderr: last words')
 
     def test_a_command_that_is_not_there(self):
         entry = {'command': 'no-such-thing', 'env': {'PATH': '/a:/b'}}
@@ -4884,6 +4958,12 @@ class Test17Links(LookCase):
         self.assertEqual([row['method'] for row in self.asked()].count(
             'tools/list'), 2)
 
+    def test_a_list_changed_before_the_first_list_is_no_reason(self):
+        self.look(before={'initialize': [LIST_CHANGED] * 7}, tools=[tool()],
+                  log=self.path('log'))
+        self.assertEqual([row['method'] for row in self.asked()].count(
+            'tools/list'), 1)
+
     def test_no_answer_is_a_time_out_and_the_child_is_gone(self):
         for stage in ('initialize', 'tools/list'):
             def clock():        # it is late once the server is asked
@@ -4895,6 +4975,15 @@ class Test17Links(LookCase):
                     'no answer to %s within 1m' % stage,
                     'last stderr: still busy')
 
+    def test_the_first_reply_has_a_deadline_of_its_own(self):
+        for stage, cause in (('initialize', 'timeout'), ('tools/list', '')):
+            def clock():
+                return time.monotonic() + 50 * (stage in self.methods())
+            with self.subTest(stage):
+                self.assertEqual(self.look(
+                    limit=200, opening=30, sleep={stage: 0.2}, clock=clock,
+                    tools=[tool()], log=self.write('log', '')).cause, cause)
+
     def methods(self):
         """List the methods that the fake server was asked so far."""
         with open(self.path('log')) as file:
@@ -4904,22 +4993,28 @@ class Test17Links(LookCase):
         ping = '{"jsonrpc":"2.0","method":"notifications/message"}\n'
         for flood in ('x', ping, '\n'):
             with self.subTest(flood):
-                self.fails(self.look(flood=flood, pause=0.02, limit=0.3),
+                self.fails(self.look(flood=flood, pause=0.02, limit=0.2),
                            'timeout', 'no answer to initialize')
 
     def test_servers_that_do_not_want_to_end_are_ended(self):
         for spec in ({'ignore_term': True}, {'no_eof': True},
                      {'ignore_term': True, 'flood': 'x\n' * 50}):
-            with self.subTest(spec):
+            sent, kill = [], os.killpg
+            with self.subTest(spec), mock.patch.object(
+                    os, 'killpg', lambda pid, number: sent.append(number)
+                    or kill(pid, number)):
                 seen = self.look(tools=[tool()], **spec)
                 self.assertEqual(seen.state, 'error' if 'flood' in spec
                                  else 'ready')
+                self.assertEqual(sent, [signal.SIGTERM, signal.SIGKILL])
 
     def test_grandchildren_are_gone_too(self):
-        for more in ({}, {'die': 'tools/list'}, {'no_eof': True}):
+        for more, cause in (({}, ''), ({'no_eof': True}, ''),
+                            ({'die': 'tools/list'}, 'exited')):
             held = self.path('held')
-            self.look(grandchild=held, tools=[tool()], **more)
+            seen = self.look(grandchild=held, tools=[tool()], **more)
             with self.subTest(more):
+                self.assertEqual(seen.cause, cause)
                 self.assert_gone(self.pids('held'))
         inner = self.serve(grandchild=held, tools=[tool()])
         words = [inner['command']] + inner['args']
@@ -4942,16 +5037,17 @@ class Test17Links(LookCase):
         server = self.server(self.serve(tools=[tool()]))
 
         def starve():
-            resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
             held, found, world = [], [], self.world()
             with contextlib.suppress(OSError):
                 while True:
                     held.append(os.dup(0))
-            while len(found) < 12:
+            for free in (0, 1, 2, 3, 4, 5, 6, len(held) - 21):
+                for _ in range(free):   # Popen itself leaks some, by version
+                    os.close(held.pop())
                 end = world.clock() + 20
                 found.append(pf.observe_server(server, None, (end, end),
                                                world).cause)
-                os.close(held.pop())
             return found
         found = self.forked(starve)[0]
         self.assertEqual((found[0], found[-1]), ('command_not_found', ''))
@@ -5306,6 +5402,13 @@ class Test18Sync(SyncCase):
         self.assertEqual(self.gate('s:echo'), ['server_initializing'])
         self.assertIn('under way', self.answers[0].detail)
 
+    def test_a_lease_for_another_launch_says_nothing_of_this_one(self):
+        now = int(time.time() * 1000)
+        self.leased(now - 1000, 60000)
+        self.configure({'s': {'command': 'true'}})
+        self.assertEqual(self.gate('s:echo'), ['server_initializing'])
+        self.assertIn('never been looked at', self.answers[0].detail)
+
     def test_leases_that_ran_out_hold_nobody_up(self):
         now = int(time.time() * 1000)
         for start, span in ((now - 60000, 59000), (now + 600000, 60000)):
@@ -5318,9 +5421,10 @@ class Test18Sync(SyncCase):
             os.remove(os.path.join(self.home, 'preflight.db'))
 
     def test_a_lease_that_is_given_back_or_runs_out_is_waited_for(self):
-        for is_given_back in (True, False):
+        for looks, is_given_back in ((1, True), (2, False)):
             now = int(time.time() * 1000)
             server = self.leased(now, 30000 if is_given_back else 300)
+            self.serve(tools=[tool()], starts=self.path('starts'))
 
             def give_back():
                 time.sleep(0.2)
@@ -5332,6 +5436,7 @@ class Test18Sync(SyncCase):
                 thread.start()
             with self.subTest(is_given_back):
                 self.assertEqual(self.one('sync').state, 'ready')
+                self.assertEqual(len(self.pids()), looks)
             if is_given_back:
                 thread.join()
 
@@ -5724,6 +5829,26 @@ class Test18Trust(SyncCase):
         self.assertEqual(self.gate('s:echo', 's:b', 's:c'), [
             'ready', 'tool_changed', 'tool_pending_approval'])
 
+    def test_a_list_of_another_launch_is_not_this_ones(self):
+        self.sees(tool())
+        self.relaunch('--changed')
+        self.do('servers', 'approve', 's', '--yes')
+        self.sees(die='initialize')
+        shown = self.do('servers', 'show', 's')
+        self.assertEqual([shown[key] for key in (
+            'state', 'protocol', 'era', 'listed_at', 'tools')],
+            ['error', None, None, None, 0])
+        self.assertEqual([row['listed'] for row in self.do('tools', 'list')],
+                         [False])
+        row = self.sees()
+        self.assertEqual((row.state, row.tools), ('ready', 0))
+
+    def test_an_empty_first_list_of_a_known_launch_is_ready(self):
+        self.sees(tool())
+        self.relaunch('--changed')
+        self.do('servers', 'approve', 's', '--yes')
+        self.assertEqual(self.sees().state, 'ready')
+
     def test_a_launch_that_comes_back_has_its_approvals(self):
         self.sees(tool())
         self.relaunch('--changed')
@@ -5763,6 +5888,20 @@ class Test18Trust(SyncCase):
                          ['ready', 'tool_pending_approval'])
         self.assertEqual(self.gate('s:echo', 's:new'),
                          ['ready', 'not_found'])
+
+    def test_in_another_checkout_a_changed_tool_is_no_new_one(self):
+        entry = self.serve(tools=[tool(), tool('b')])
+        self.configure({'s': entry})
+        self.one('sync')
+        other = self.write('other.json', json.dumps(
+            {'mcpServers': {'s': entry}}))
+        self.serve(answers={'tools/list': reply_text(
+            '[{"name":"echo","title":NaN},%s]' % json.dumps(
+                tool('b', 'other')))})
+        row = self.one('sync', configs=(other,))
+        self.assertEqual(self.news(row), ([], ['echo', 'b'], [], False))
+        self.assertEqual(self.gate('s:echo', 's:b', configs=(other,)),
+                         ['tool_changed', 'tool_changed'])
 
     def test_a_block_holds_for_every_launch_and_file(self):
         self.sees(tool())
@@ -5807,1438 +5946,6 @@ class Test18Trust(SyncCase):
         self.assertEqual(row.state, 'quarantined')
         self.assertEqual(self.gate('s:echo'), ['server_quarantined'])
         self.assertEqual(self.gate('s:echo', configs=(other,)), ['ready'])
-
-
-# ==========================================================================
-# 8. wire: what HTTP adds
-# ==========================================================================
-
-
-class Test08Sse(unittest.TestCase):
-    """Event streams, cut as browsers cut them."""
-
-    CASES = (
-        ('lines end in LF', b'data: a\n\n', [('message', b'a')]),
-        ('in CRLF', b'data: a\r\n\r\n', [('message', b'a')]),
-        ('in CR', b'data: a\r\r', [('message', b'a')]),
-        ('all three in turn', b'data: a\rdata: b\r\ndata: c\n\r',
-         [('message', b'a\nb\nc')]),
-        ('a byte order mark', b'\xef\xbb\xbfdata: a\n\n',
-         [('message', b'a')]),
-        ('only at the start', b'\n\xef\xbb\xbfdata: a\n\n', []),
-        ('one blank is removed', b'data:  a\n\n', [('message', b' a')]),
-        ('no blank', b'data:a\n\n', [('message', b'a')]),
-        ('data joins by lines', b'data: a\ndata\ndata: b\n\n',
-         [('message', b'a\n\nb')]),
-        ('a type', b'event: endpoint\ndata: /x\n\n', [('endpoint', b'/x')]),
-        ('which ends with its event', b'event: x\n\ndata: a\n\n',
-         [('message', b'a')]),
-        ('comments', b': hi\n:\ndata: a\n: no\n\n', [('message', b'a')]),
-        ('unknown fields', b'foo: x\ndata: a\nbar\n\n', [('message', b'a')]),
-        ('a colon in the data', b'data: a:b\n\n', [('message', b'a:b')]),
-        ('empty data', b'id: 1\ndata:\n\n', [('message', b'')]),
-        ('no data, no event', b'event: x\nid: 1\n\n', []),
-        ('two events', b'data: a\n\ndata: b\n\n',
-         [('message', b'a'), ('message', b'b')]),
-        ('an end is missing', b'data: a\n\ndata: b\n', [('message', b'a')]),
-    )
-
-    def parse(self, *chunks):
-        """Feed chunks to a parser; returns it and the events."""
-        parser, events = pf.SseParser(), []
-        for chunk in chunks:
-            events += parser.feed(chunk)
-        return parser, events
-
-    def test_events(self):
-        for what, stream, events in self.CASES:
-            with self.subTest(what):
-                self.assertEqual(self.parse(stream)[1], events)
-
-    def test_events_wherever_the_stream_is_cut(self):
-        for what, stream, events in self.CASES:
-            with self.subTest(what):
-                single = [stream[n:n + 1] for n in range(len(stream))]
-                self.assertEqual(self.parse(*single)[1], events)
-                for at in range(1, len(stream)):
-                    self.assertEqual(
-                        self.parse(stream[:at], stream[at:])[1], events, at)
-
-    def test_id_counts_once_its_event_has_ended(self):
-        for stream, last in ((b'id: 7\n\n', '7'), (b'id: 7\ndata: a\n', ''),
-                             (b'id: 7\n\nid\n\n', ''),
-                             (b'id: 7\n\nid: 8\0\n\n', '7')):
-            with self.subTest(stream):
-                self.assertEqual(self.parse(stream)[0].last_id, last)
-
-    def test_retry_takes_digits_only(self):
-        for text, wait in ((b'250', 250), (b'1s', None), (b'-1', None),
-                           (b'', None), (b'9' * 4000, 999999999)):
-            with self.subTest(text):
-                self.assertEqual(
-                    self.parse(b'retry: %s\n' % text)[0].retry, wait)
-
-    def test_event_larger_than_a_message_may_be_is_refused(self):
-        piece = b'data: ' + b'x' * (1 << 20) + b'\n'
-        with self.assertRaises(pf.UpstreamError) as caught:
-            self.parse(*[piece] * 17)
-        self.assertIn('larger than', str(caught.exception))
-        with self.assertRaises(pf.UpstreamError):
-            self.parse(*[b'x' * (1 << 20)] * 17)
-
-    def test_comments_and_ended_events_do_not_count(self):
-        piece = b'x' * (1 << 20)
-        self.parse(*[b': %s\n' % piece] * 17)
-        self.assertEqual(len(self.parse(
-            *[b'data: %s\n\n' % piece] * 17)[1]), 17)
-
-    def test_held_data_lacks_only_the_end_of_its_event(self):
-        for stream, held in ((b'data: a\n', True), (b'data: a', False),
-                             (b'data: a\nda', False), (b'', False),
-                             (b'data: a\n\n', False)):
-            with self.subTest(stream):
-                self.assertIs(self.parse(stream)[0].is_held(), held)
-
-
-def jwt(**claims):
-    """Make a JSON Web Token that nobody signed."""
-    import base64
-    return '.'.join(base64.urlsafe_b64encode(part).decode().rstrip('=')
-                    for part in (b'{"alg":"none"}',
-                                 json.dumps(claims).encode(), b'x'))
-
-
-class Test08Http(unittest.TestCase):
-    """What statuses, headers and tokens mean."""
-
-    def test_challenge(self):
-        for text, found in (
-                ('Bearer', {}), ('', {}),
-                ('bearer error="invalid_token"', {'error': 'invalid_token'}),
-                ('Bearer Scope=a, ERROR = b', {'scope': 'a', 'error': 'b'}),
-                ('Basic realm="x, Bearer error=no", Bearer realm="y"',
-                 {'realm': 'y'}),
-                ('Negotiate YWJj==, Bearer a="1"', {'a': '1'}),
-                ('Negotiate YWJj, Bearer a="1"', {'a': '1'}),
-                (r'Bearer a="say \"hi\", ok"', {'a': 'say "hi", ok'}),
-                ('Bearer a="1", Digest a="2", b="3"', {'a': '1'}),
-                ('Bearer a="1", a="2"', {'a': '1'}),
-                ('Bearer a="1', {})):
-            with self.subTest(text):
-                self.assertEqual(pf.bearer_challenge(
-                    {'www-authenticate': text}), found)
-
-    def test_hostile_challenge_takes_no_time(self):
-        text = 'Bearer ' + 'a="' * 20000 + '\\' * 20000
-        self.assertIsInstance(
-            pf.bearer_challenge({'www-authenticate': text}), dict)
-
-    def test_status(self):
-        later = {'retry-after': '3600'}
-        for status, headers, has, cause, text in (
-                (401, {}, False, '', '401: no credential is configured'),
-                (401, {}, True, '', '401: the credential was refused'),
-                (403, {}, True, '', '403: token lacks rights'),
-                (403, {'www-authenticate': 'Bearer error='
-                       '"insufficient_scope", scope="a b"'}, True, '',
-                 '403: token lacks rights (insufficient_scope, a b)'),
-                (404, {}, True, 'http_status',
-                 'endpoint or session not found (404)'),
-                (429, later, True, 'rate_limited',
-                 'HTTP 429; Retry-After: 3600'),
-                (503, later, True, 'http_status',
-                 'HTTP 503; Retry-After: 3600'),
-                (302, {}, True, 'http_status', 'HTTP 302')):
-            with self.subTest(status=status, has=has):
-                error = pf.status_error(status, headers, has)
-                self.assertEqual((error.cause, str(error)), (cause, text))
-                self.assertIs(isinstance(error, pf.LoginNeeded),
-                              status in (401, 403))
-
-    def test_body_of_a_refusal_is_quoted_unless_it_is_a_page(self):
-        for body, text in ((b'No  such\nversion', 'HTTP 400: No such version'),
-                           (b'<html>400</html>', 'HTTP 400'),
-                           (b'', 'HTTP 400')):
-            with self.subTest(body):
-                self.assertEqual(str(pf.status_error(400, {}, True, body)),
-                                 text)
-
-    def test_protocol_headers(self):
-        meta = {'_meta': {pf.META + 'protocolVersion': '2026-07-28'}}
-        agreed = {'MCP-Protocol-Version': '2025-06-18'}
-        for message, version, headers in (
-                ({'method': 'initialize'}, '', {}),
-                ({'method': 'initialize'}, '2025-06-18', {}),
-                ({'method': 'tools/list', 'params': {}}, '2025-06-18',
-                 agreed),
-                ({'method': 'notifications/initialized'}, '2025-06-18',
-                 agreed),
-                ({'id': 1, 'result': {}}, '2025-06-18', agreed), ({}, '', {}),
-                ({'method': 'tools/list', 'params': meta}, '',
-                 {'MCP-Protocol-Version': '2026-07-28',
-                  'Mcp-Method': 'tools/list'})):
-            with self.subTest(message):
-                self.assertEqual(pf.mcp_headers(message, version), headers)
-
-    def test_media_type(self):
-        for text in ('application/json', 'Application/JSON; Charset=UTF-8',
-                     ' application/json ;x'):
-            self.assertEqual(pf.media_type({'content-type': text}),
-                             'application/json')
-        self.assertEqual(pf.media_type({}), '')
-
-    def test_end_of_a_token(self):
-        at = 1900000000
-        for value, end in (
-                ('Bearer ' + jwt(exp=at), at * 1000),
-                ('bearer  ' + jwt(exp=at + 0.5), at * 1000 + 500),
-                ('Bearer ' + jwt(sub='x'), None),
-                ('Bearer ' + jwt(exp=True), None),
-                ('Bearer ' + jwt(exp='1'), None),
-                ('Bearer ' + jwt(exp=-1), None),
-                ('Bearer ' + jwt(exp=1e300), None),
-                ('Bearer opaque', None), ('Basic ' + jwt(exp=at), None),
-                ('Bearer a.b.c', None), ('Bearer a.WzFd.c', None), ('', None)):
-            with self.subTest(value):
-                self.assertEqual(
-                    pf.credential_end({'AUTHORIZATION': value}), end)
-        self.assertIsNone(pf.credential_end({'X': 'Bearer ' + jwt(exp=at)}))
-
-    def test_places_of_metadata(self):
-        known = '/.well-known/oauth-protected-resource'
-        for url, named, places in (
-                ('https://h/a/mcp?k=v', None,
-                 ['https://h%s/a/mcp' % known, 'https://h' + known]),
-                ('https://u:p@h:444/', None, ['https://h:444' + known]),
-                ('https://h/mcp', 'https://as/x', ['https://as/x']),
-                ('https://h/mcp', 'http://as/x', []),
-                ('https://h/mcp', 'https://127.0.0.1/x', []),
-                ('https://h/mcp', 'http://localhost/x', []),
-                ('https://h/mcp', 'file:///etc/passwd', []),
-                ('http://127.0.0.1:1/mcp', 'http://localhost:2/x',
-                 ['http://localhost:2/x']),
-                ('http://h/mcp', None, [])):
-            with self.subTest(url=url, named=named):
-                self.assertEqual(pf.metadata_urls(
-                    url, {'resource_metadata': named} if named else {}),
-                    places)
-
-    def test_issuers(self):
-        for body, found in (
-                (b'{"authorization_servers": ["https://as/t?x=1", 5]}',
-                 ['https://as/t']),
-                (b'{"authorization_servers": {}}', []), (b'[]', []),
-                (b'<html>', []), (b'\xff', []), (b'[' * 5000, [])):
-            with self.subTest(body[:20]):
-                self.assertEqual(pf.read_issuers(body), found)
-
-    def test_secrets_of_a_url(self):
-        for url, found in (
-                ('https://h/mcp', []), ('https://u:pw@h/mcp', ['pw']),
-                ('https://tok@h/mcp', ['tok']),
-                ('https://h/mcp?exaApiKey=zz&tools=a', ['zz']), (None, [])):
-            with self.subTest(url):
-                self.assertEqual(pf.url_secrets(url), found)
-
-    def test_plain_url(self):
-        for url, shown in (
-                ('https://u:p@H:443/a?k=v#f', 'https://h/a'),
-                ('http://[::1]:8080/a', 'http://[::1]:8080/a'),
-                ('ftp://h/a', '(no URL)'), ('http://h:port/', '(no URL)'),
-                ('http://b\u00fccher.example/', 'http://xn--bcher-kva.example/')
-                ):
-            with self.subTest(url):
-                self.assertEqual(pf.plain_url(url), shown)
-
-
-# ==========================================================================
-# 17. links: HTTP, against a server on loopback that does as it is told
-# ==========================================================================
-
-Request = namedtuple('Request', 'method path headers message')
-
-
-class WebServer:
-    """Answers each connection by what answer(request) yields, in bytes.
-
-    requests: all that came. A test that forgets to end it is ended itself:
-    it closes with the test case.
-    """
-
-    def __init__(self, answer, host='127.0.0.1', context=None):
-        family = socket.AF_INET6 if ':' in host else socket.AF_INET
-        self.answer, self.context, self.requests = answer, context, []
-        self.is_closed, self.threads = threading.Event(), []
-        self.socket = socket.socket(family)
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind((host, 0))
-        self.socket.listen(64)
-        self.port = self.socket.getsockname()[1]
-        self.start(self.accept)
-
-    def start(self, target, *given):
-        """Run a function in a thread of this server."""
-        thread = threading.Thread(target=target, args=given, daemon=True)
-        self.threads.append(thread)
-        thread.start()
-
-    def accept(self):
-        """Take connections until the server is closed."""
-        while True:
-            try:
-                con, _ = self.socket.accept()
-            except OSError:
-                return
-            if self.is_closed.is_set():
-                return con.close()
-            self.start(self.talk, con)
-
-    def talk(self, con):
-        """Serve one connection, for one request."""
-        con.settimeout(10)
-        try:
-            if self.context:
-                con = self.context.wrap_socket(con, server_side=True)
-            with con, con.makefile('rb') as file:
-                request = self.read(file)
-                if not request:
-                    return
-                self.requests.append(request)
-                for piece in self.answer(request):
-                    if self.is_closed.is_set():
-                        return
-                    if callable(piece):     # it takes the connection over
-                        piece(self, con)
-                    else:
-                        con.sendall(piece)
-        except OSError:
-            con.close()
-
-    @staticmethod
-    def read(file):
-        """Read one request; None when there is none."""
-        line = file.readline().decode('latin-1').split(' ')
-        if len(line) < 3:
-            return None
-        headers = {}
-        for row in iter(file.readline, b'\r\n'):
-            name, _, value = row.decode('latin-1').partition(':')
-            headers[name.lower()] = value.strip()
-        body = file.read(int(headers.get('content-length', 0)))
-        return Request(line[0], line[1], headers,
-                       json.loads(body.decode('utf-8')) if body else {})
-
-    def wait(self, seconds):
-        """Sleep, unless the server is closed."""
-        self.is_closed.wait(seconds)
-
-    def close(self):
-        """End the server and its threads."""
-        self.is_closed.set()
-        with contextlib.suppress(OSError):
-            socket.create_connection(self.socket.getsockname()[:2],
-                                     1).close()
-        self.socket.close()
-        for thread in self.threads:
-            thread.join(10)
-
-    @property
-    def methods(self):
-        """List what was asked for: MCP methods, or those of HTTP."""
-        return [request.message.get('method') or request.method
-                for request in self.requests]
-
-
-def reply(status=200, body=b'', kind='application/json', **headers):
-    """Write an HTTP answer whose length is known."""
-    if not isinstance(body, bytes):
-        body = json.dumps(body).encode()
-    lines = ['HTTP/1.1 %d Whatever' % status,
-             'Content-Length: %d' % len(body)]
-    lines += ['Content-Type: ' + kind] if kind else []
-    lines += ['%s: %s' % (name.replace('_', '-'), value)
-              for name, value in headers.items()]
-    return '\r\n'.join(lines + ['', '']).encode('latin-1') + body
-
-
-def stream(*pieces):
-    """Write an event stream of messages (dicts) and of bytes as they are."""
-    yield (b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; '
-           b'charset=utf-8\r\n\r\n')
-    for piece in pieces:
-        yield (piece if isinstance(piece, bytes) or callable(piece)
-               else b'data: %s\n\n' % json.dumps(piece).encode())
-
-
-def result(request, version=None, tools=None):
-    """Give the right JSON-RPC message for a request."""
-    if request.message['method'] == 'initialize':
-        value = {'protocolVersion': version or
-                 request.message['params']['protocolVersion'],
-                 'capabilities': {'tools': {}}, 'serverInfo': {}}
-    elif request.message['method'] == 'server/discover':
-        value = {'supportedVersions': ['2026-07-28'],
-                 'capabilities': {'tools': {}}}
-    else:
-        value = {'tools': [tool()] if tools is None else tools}
-    return {'jsonrpc': '2.0', 'id': request.message['id'], 'result': value}
-
-
-def failure(request, code, message, **data):
-    """Give a JSON-RPC error for a request."""
-    return {'jsonrpc': '2.0', 'id': request.message.get('id'),
-            'error': {'code': code, 'message': message, 'data': data}}
-
-
-def script(**special):
-    """Make an answer of a good server; special: by MCP or HTTP method.
-
-    'tools/list' and the like are written with _ for the slash.
-    """
-    def answer(request):
-        name = request.message.get('method') or request.method
-        found = special.get(name.replace('/', '_'))
-        if found is not None:
-            found = found(request) if callable(found) else found
-            return [found] if isinstance(found, bytes) else found
-        if 'id' in request.message and 'method' in request.message:
-            return [reply(200, result(request))]
-        return [reply(202 if request.method == 'POST' else 405)]
-    return answer
-
-
-def hang(server, con):
-    """Keep a connection open and say no more."""
-    server.wait(10)
-
-
-def drip(data):
-    """Make something that sends data again and again, for ever."""
-    def send(server, con):
-        while not server.is_closed.is_set():
-            con.sendall(data)
-            server.wait(0.01)
-    return send
-
-
-CA_CERT = '''\
------BEGIN CERTIFICATE-----
-MIIBrDCCAVKgAwIBAgIBBzAKBggqhkjOPQQDAjAsMRgwFgYDVQQKDA9UZXN0IElu
-c3BlY3Rpb24xEDAOBgNVBAMMB1Rlc3QgQ0EwIBcNMjAwMTAxMDAwMDAwWhgPMjEy
-MDAxMDEwMDAwMDBaMCwxGDAWBgNVBAoMD1Rlc3QgSW5zcGVjdGlvbjEQMA4GA1UE
-AwwHVGVzdCBDQTBZMBMGByqGSM49AgEGCCqGSM49AwEHA0IABJ4OqYwpROtMlYET
-wVIJ0fLvN0mi+vterxILqQvWnVGAe/Y4V8h5bjGIzl3nWSd5OB8IVUtvbxl2F38E
-WB6fzDGjYzBhMA8GA1UdEwEB/wQFMAMBAf8wHQYDVR0OBBYEFDc8Glt0QncXMH68
-a1ykQpb5Zj1HMB8GA1UdIwQYMBaAFDc8Glt0QncXMH68a1ykQpb5Zj1HMA4GA1Ud
-DwEB/wQEAwIBhjAKBggqhkjOPQQDAgNIADBFAiEA45qCPS2/edaCp0Pg0iL1xlSP
-JYKCkXaNpyWZt2dYuCMCIC7njvtwKyDqZyvtlbVyfpju5pfRM1jnJaV0jlX2DpBA
------END CERTIFICATE-----
-'''
-# For localhost, mcp.test and 127.0.0.1, until 2120; and its key.
-SERVER_CERT = '''\
------BEGIN CERTIFICATE-----
-MIIBpzCCAUygAwIBAgIBCDAKBggqhkjOPQQDAjAsMRgwFgYDVQQKDA9UZXN0IElu
-c3BlY3Rpb24xEDAOBgNVBAMMB1Rlc3QgQ0EwIBcNMjAwMTAxMDAwMDAwWhgPMjEy
-MDAxMDEwMDAwMDBaMBMxETAPBgNVBAMMCG1jcC50ZXN0MFkwEwYHKoZIzj0CAQYI
-KoZIzj0DAQcDQgAE5+4A5qhdfbXdPs4FndzDChqznqsSF8Cui9Bwi2mlSIP1E6hy
-dTB0d+OXEwAkDYoqXpfAv0SELxosOgOFf7gk86N2MHQwDAYDVR0TAQH/BAIwADAd
-BgNVHQ4EFgQUdgAI2GGZKgmOzUrifEDzjVdCMq4wHwYDVR0jBBgwFoAUNzwaW3RC
-dxcwfrxrXKRClvlmPUcwJAYDVR0RBB0wG4IJbG9jYWxob3N0gghtY3AudGVzdIcE
-fwAAATAKBggqhkjOPQQDAgNJADBGAiEAzCM/1wblwOJxAkw1Wf4+x4zA3z/B2w0H
-zpJbnz9Axp8CIQDzfU4Xmw8KYR1HPfTCTl2qqsRw7No8+dnzS1mphjS58A==
------END CERTIFICATE-----
------BEGIN PRIVATE KEY-----
-MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgLKZ1yanqgOXLZ+5c
-SYyE+063NexWx4lhw/IxnhjFadShRANCAATn7gDmqF19td0+zgWd3MMKGrOeqxIX
-wK6L0HCLaaVIg/UTqHJ1MHR345cTACQNiipel8C/RIQvGiw6A4V/uCTz
------END PRIVATE KEY-----
-'''
-
-
-class HttpCase(TempCase):
-    """A test with HTTP servers of its own."""
-
-    @classmethod
-    def setUpClass(cls):
-        """Let the servers of a failed test end with it."""
-        super().setUpClass()
-        cls.proxies = {name: '' for name in (
-            'http_proxy', 'https_proxy', 'all_proxy', 'no_proxy',
-            'HTTP_PROXY', 'HTTPS_PROXY', 'ALL_PROXY', 'NO_PROXY')}
-
-    def web(self, answer, **more):
-        """Start a server; its URL is web.url."""
-        server = WebServer(answer, **more)
-        self.addCleanup(server.close)
-        host = more.get('host', '127.0.0.1')
-        server.url = 'http%s://%s:%d/mcp' % (
-            's' if more.get('context') else '',
-            '[%s]' % host if ':' in host else host, server.port)
-        return server
-
-    def tls_context(self):
-        """Make what a server needs for https."""
-        import ssl
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self.write('server.pem', SERVER_CERT))
-        return context
-
-    def look(self, url, era=None, seconds=10, env=(), world=None, **entry):
-        """Look at a server in this process: the Observation."""
-        world = world or self.world(
-            env=dict(os.environ, **dict(self.proxies, **dict(env))),
-            ca_file=entry.pop('ca_file', ''))
-        self.configure({'s': dict({'url': url}, **entry)})
-        server, why = pf.look_up(pf.load_config(world), 's')
-        self.assertEqual(why, '')
-        end = world.clock() + seconds
-        return pf.observe_server(server, era, (end, end), world)
-
-    def assert_ready(self, seen, names=('echo',)):
-        """Hold a look to have seen these tools."""
-        self.assertEqual((seen.state, seen.cause, seen.detail),
-                         ('ready', '', ''))
-        self.assertEqual([found.name for found in seen.tools], list(names))
-
-    def assert_error(self, seen, cause, *texts):
-        """Hold a look to have failed for this cause, in these words."""
-        self.assertEqual((seen.state, seen.cause, seen.tools),
-                         ('error', cause, None), seen.detail)
-        for text in texts:
-            self.assertIn(text, seen.detail)
-
-
-class Test17Http(HttpCase):
-    """Streamable HTTP and the older HTTP+SSE (pitfalls 17 to 24, 61, 66)."""
-
-    def test_conversation(self):
-        web = self.web(script(initialize=lambda request: reply(
-            200, result(request), Mcp_Session_Id='abc')))
-        seen = self.look(web.url, type='http')
-        self.assert_ready(seen)
-        self.assertEqual((seen.protocol, seen.era),
-                         ('2025-11-25', 'handshake'))
-        self.assertEqual(web.methods, [
-            'initialize', 'notifications/initialized', 'tools/list',
-            'DELETE'])
-
-    def test_post_accepts_json_and_event_streams(self):
-        web = self.web(script())
-        self.look(web.url)
-        for request in web.requests:
-            self.assertEqual(request.headers['accept'],
-                             'application/json, text/event-stream')
-            self.assertEqual(request.headers['content-type'],
-                             'application/json')
-
-    # -- 17. version --------------------------------------------------------
-
-    def test_version_header_is_on_all_but_initialize(self):
-        web = self.web(script(initialize=lambda request: reply(
-            200, result(request, '2025-06-18'))))
-        self.assert_ready(self.look(web.url))
-        self.assertEqual(
-            [request.headers.get('mcp-protocol-version')
-             for request in web.requests], [None, '2025-06-18', '2025-06-18'])
-
-    def test_unknown_version_ends_the_look(self):
-        web = self.web(script(initialize=lambda request: reply(
-            200, result(request, '2099-01-01'))))
-        self.assert_error(self.look(web.url), 'protocol',
-                          'the server speaks 2099-01-01, we know 2025-11-25')
-
-    def test_refused_version_is_tried_again_with_one_that_is_named(self):
-        def initialize(request):
-            if request.message['params']['protocolVersion'] == '2024-11-05':
-                return reply(200, result(request))
-            return reply(400, failure(request, -32602, 'Unsupported',
-                                      supported=['2024-11-05']))
-        web = self.web(script(initialize=initialize))
-        seen = self.look(web.url)
-        self.assert_ready(seen)
-        self.assertEqual(seen.protocol, '2024-11-05')
-
-    def test_refused_initialize_is_reported_in_the_words_of_the_server(self):
-        web = self.web(script(initialize=reply(
-            400, b'Unsupported protocol version', 'text/plain')))
-        self.assert_error(self.look(web.url), 'http_status',
-                          'HTTP 400: Unsupported protocol version')
-
-    # -- the modern era -----------------------------------------------------
-
-    def modern(self, code, message, status=400, **special):
-        """Start a server that speaks only 2026-07-28."""
-        return self.web(script(initialize=lambda request: reply(
-            status, failure(request, code, message)), **special))
-
-    def test_modern_server(self):
-        for code, status in ((-32020, 400), (-32022, 400), (-32601, 404),
-                             (-32602, 400)):
-            with self.subTest(code):
-                web = self.modern(code, 'Unsupported', status)
-                seen = self.look(web.url)
-                self.assert_ready(seen)
-                self.assertEqual((seen.protocol, seen.era),
-                                 ('2026-07-28', 'modern'))
-                self.assertEqual(
-                    [(request.headers.get('mcp-protocol-version'),
-                      request.headers.get('mcp-method'),
-                      request.headers.get('mcp-name'))
-                     for request in web.requests[1:]],
-                    [('2026-07-28', 'server/discover', None),
-                     ('2026-07-28', 'tools/list', None)])
-
-    def test_remembered_modern_server_is_not_asked_to_initialize(self):
-        web = self.web(script())
-        self.assert_ready(self.look(web.url, 'modern'))
-        self.assertEqual(web.methods, ['server/discover', 'tools/list'])
-
-    def test_remembered_modern_server_that_is_no_longer(self):
-        for refusal in (
-                lambda request: reply(400, failure(request, -32000, 'no')),
-                lambda request: reply(405, b''),
-                lambda request: reply(200, {
-                    'jsonrpc': '2.0', 'id': request.message['id'],
-                    'result': {'capabilities': {}}})):
-            web = self.web(script(server_discover=refusal))
-            seen = self.look(web.url, 'modern')
-            self.assert_ready(seen)
-            self.assertEqual(seen.era, 'handshake')
-
-    # -- 19. sessions and statuses ------------------------------------------
-
-    def sessions(self, expired, **more):
-        """Start a server whose sessions in expired are gone at once."""
-        def initialize(request):
-            number[0] += 1
-            return reply(200, result(request),
-                         Mcp_Session_Id='s%d' % number[0])
-
-        def listing(request):
-            if request.headers.get('mcp-session-id') in expired:
-                return reply(404, failure(request, -32600, 'Not found'))
-            return reply(200, result(request))
-        number = [0]
-        return self.web(script(initialize=initialize, tools_list=listing,
-                               **more))
-
-    def test_session_id_is_sent_after_initialize_and_ended(self):
-        web = self.sessions(())
-        self.assert_ready(self.look(web.url))
-        self.assertEqual([request.headers.get('mcp-session-id')
-                          for request in web.requests],
-                         [None, 's1', 's1', 's1'])
-        self.assertEqual(web.methods[-1], 'DELETE')
-
-    def test_lost_session_is_begun_again_once(self):
-        web = self.sessions(('s1',))
-        self.assert_ready(self.look(web.url))
-        self.assertEqual(web.methods.count('initialize'), 2)
-        self.assertEqual([request.headers.get('mcp-session-id')
-                          for request in web.requests
-                          if request.message.get('method') == 'initialize'],
-                         [None, None])
-
-    def test_session_lost_twice_is_an_error(self):
-        web = self.sessions(('s1', 's2', 's3'))
-        self.assert_error(self.look(web.url), 'http_status',
-                          'endpoint or session not found (404)')
-        self.assertEqual(web.methods.count('initialize'), 2)
-
-    def test_404_on_initialize_is_the_wrong_url(self):
-        web = self.web(lambda request: [reply(
-            404, b'<html>', 'text/html', Mcp_Session_Id='x')])
-        self.assert_error(self.look(web.url, type='http'), 'http_status',
-                          'not found (404)')
-        self.assertEqual(web.methods, ['initialize'])
-
-    def test_session_comes_only_from_a_good_initialize(self):
-        for first in (lambda request: reply(
-                400, failure(request, -32022, 'x'), Mcp_Session_Id='bad'),
-                lambda request: reply(
-                    200, result(request), Mcp_Session_Id='b\xe4d'),
-                lambda request: reply(
-                    200, result(request), Mcp_Session_Id='two words')):
-            web = self.web(script(initialize=first))
-            self.assert_ready(self.look(web.url))
-            self.assertFalse(any('mcp-session-id' in request.headers
-                                 for request in web.requests))
-            self.assertNotIn('DELETE', web.methods)
-
-    def test_answer_to_delete_is_ignored(self):
-        from unittest import mock
-        for answer in (reply(405), reply(500), b'junk', [hang]):
-            web = self.sessions((), DELETE=lambda request: answer)
-            with mock.patch.object(pf, 'GRACE_MS', 100):
-                self.assert_ready(self.look(web.url))
-
-    # -- 20. streams that stay open -----------------------------------------
-
-    def test_reply_on_a_stream_ends_the_wait(self):
-        noted = {'jsonrpc': '2.0', 'method': 'notifications/message',
-                 'params': {}}
-        for what, after in (('open', [hang]),
-                            ('kept alive', [drip(b': alive\n\n')])):
-            with self.subTest(what):
-                web = self.web(script(tools_list=lambda request: stream(
-                    noted, result(request), *after)))
-                self.assert_ready(self.look(web.url))
-
-    def test_reply_whose_event_never_ends(self):
-        web = self.web(script(tools_list=lambda request: stream(
-            b'data: %s\n' % json.dumps(result(request)).encode(), hang)))
-        self.assert_ready(self.look(web.url))
-
-    def test_deadline_holds_whatever_trickles_in(self):
-        head = b'HTTP/1.1 200 OK\r\nContent-Type: %s\r\n'
-        for what, pieces in (
-                ('nothing', [hang]), ('a header', [head, drip(b'x')]),
-                ('headers', [drip(b'HTTP/1.1 100 Continue\r\n\r\n')]),
-                ('a body', [head % b'application/json' + b'\r\n',
-                            drip(b' ')]),
-                ('events', stream(drip(b': alive\n\n'))),
-                ('other messages', stream(drip(
-                    b'data: {"jsonrpc":"2.0","method":"x"}\n\n')))):
-            with self.subTest(what):
-                web = self.web(script(initialize=lambda request: pieces))
-                self.assert_error(self.look(web.url, seconds=0.2), 'timeout',
-                                  'no answer to initialize within')
-
-    def test_notification_that_is_never_answered(self):
-        web = self.web(script(
-            notifications_initialized=lambda request: [hang]))
-        self.assert_error(self.look(web.url, seconds=0.2), 'timeout',
-                          'no answer to notifications/initialized')
-
-    def test_stream_cut_short_is_resumed_behind_its_last_event(self):
-        def listing(request):
-            asked.append(request)
-            return stream(b'retry: 10\nid: e1\ndata:\n\nid: e2\n')
-
-        def resumed(request):
-            self.assertEqual(request.headers['last-event-id'], 'e1')
-            return stream(result(asked[0]))
-        asked = []
-        web = self.web(script(tools_list=listing, GET=resumed))
-        self.assert_ready(self.look(web.url))
-
-    def test_stream_that_only_ends_is_an_error(self):
-        for start, gets in ((b'', 0), (b'retry: 1\nid: 1\ndata:\n\n', 2)):
-            web = self.web(script(
-                tools_list=lambda request: stream(start),
-                GET=lambda request: stream(b'retry: 1\ndata:\n\nid: 2\n\n')))
-            self.assert_error(self.look(web.url, type='http'), 'protocol',
-                              'the answer to tools/list ended')
-            self.assertEqual(web.methods.count('GET'), gets)
-
-    def test_signal_ends_a_wait(self):
-        def initialize(request):
-            world.stop.append(signal.SIGTERM)
-            return [hang]
-        world = self.world(env=dict(os.environ, **self.proxies))
-        web = self.web(script(initialize=initialize))
-        with self.assertRaises(pf.Interrupted):
-            self.look(web.url, world=world)
-
-    def test_answers_have_limits(self):
-        from unittest import mock
-        line = b'X-%d: y\r\n'
-        for pieces in (
-                [reply(200, b' ' * 2000)],
-                list(stream(b'data: ' + b'x' * 2000 + b'\n')),
-                [b'HTTP/1.1 200 OK\r\n'] + [line % n for n in range(200)],
-                [b'HTTP/1.1 200 OK\r\nX: ' + b'y' * 70000 + b'\r\n\r\n']):
-            web = self.web(script(initialize=lambda request: pieces))
-            with mock.patch.object(pf, 'MAX_MESSAGE_BYTES', 1000):
-                self.assert_error(self.look(web.url), 'protocol')
-
-    # -- 21. framing on the wire --------------------------------------------
-
-    def test_framing(self):
-        def crlf(data):
-            return [b': hi\r\n\r\nid: 1\r\nevent: message\r\ndata:' + data
-                    + b'\r', b'\n\r\n']
-
-        def bare(data):
-            return [b'data: ' + data + b'\r\r']
-
-        def lines(data):
-            at = data.index(b',') + 1
-            return [b'data: ' + data[:at] + b'\ndata: ' + data[at:]
-                    + b'\n\n']
-        for frame in (crlf, bare, lines):
-            with self.subTest(frame.__name__):
-                web = self.web(script(tools_list=lambda request: stream(
-                    *frame(json.dumps(result(request)).encode()))))
-                self.assert_ready(self.look(web.url))
-
-    def test_chunked_stream(self):
-        def listing(request):
-            event = b'data: %s\n\n' % json.dumps(result(request)).encode()
-            yield (b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n'
-                   b'Transfer-Encoding: chunked\r\n\r\n')
-            for byte in (event[n:n + 40] for n in range(0, len(event), 40)):
-                yield b'%x\r\n%s\r\n' % (len(byte), byte)
-            yield hang
-        self.assert_ready(self.look(self.web(script(
-            tools_list=listing)).url))
-
-    # -- 22. redirects ------------------------------------------------------
-
-    def test_redirect_to_another_origin_is_not_followed(self):
-        thief = self.web(script())
-        for status in (301, 302, 303, 307, 308):
-            web = self.web(lambda request: [reply(
-                status, Location='http://u:pw@127.0.0.1:%d/steal?k=v'
-                % thief.port)])
-            self.assert_error(
-                self.look(web.url, headers={'X-API-Key': 'abcdef'}),
-                'redirected', 'redirected to http://127.0.0.1:%d/steal, set '
-                'that URL' % thief.port)
-        self.assertEqual(thief.requests, [])
-
-    def test_redirect_within_the_origin_keeps_method_and_body(self):
-        for status in (307, 308):
-            good = script()
-            web = self.web(lambda request: [reply(
-                status, Location='/mcp/?a=b')] if request.path == '/mcp'
-                else good(request))
-            self.assert_ready(self.look(
-                web.url, headers={'X-API-Key': 'abcdef'}))
-            self.assertEqual([(request.method, request.path)
-                              for request in web.requests[:2]],
-                             [('POST', '/mcp'), ('POST', '/mcp/?a=b')])
-            self.assertEqual(web.requests[1].headers['x-api-key'], 'abcdef')
-
-    def test_redirect_that_would_change_the_method(self):
-        web = self.web(lambda request: [reply(302, Location='/login')])
-        self.assert_error(self.look(web.url), 'redirected', '/login')
-        self.assertEqual(len(web.requests), 1)
-
-    def test_redirects_in_a_circle_end(self):
-        web = self.web(lambda request: [reply(307, Location='/mcp')])
-        self.assert_error(self.look(web.url), 'redirected')
-        self.assertEqual(len(web.requests), 4)
-
-    def test_redirect_to_nonsense(self):
-        for place in ('ftp://h/x', 'http://[x/', 'http://h:99999/'):
-            web = self.web(lambda request: [reply(307, Location=place)])
-            self.assert_error(self.look(web.url), 'redirected')
-
-    # -- 23. proxies, loopback, addresses -----------------------------------
-
-    def test_loopback_never_goes_through_a_proxy(self):
-        dead = 'http://127.0.0.1:9'
-        web = self.web(script())
-        for host in ('127.0.0.1', 'localhost'):
-            seen = self.look('http://%s:%d/mcp' % (host, web.port), env={
-                'http_proxy': dead, 'HTTP_PROXY': dead, 'ALL_PROXY': dead,
-                'NO_PROXY': '.corp,10.0.0.0/8'})
-            self.assert_ready(seen)
-
-    def test_choice_of_proxy(self):
-        for url, env, proxy in (
-                ('http://h/', {'http_proxy': 'http://p:1'}, 'http://p:1'),
-                ('http://h/', {'HTTP_PROXY': 'p:1'}, 'http://p:1'),
-                ('https://h/', {'http_proxy': 'http://p:1'}, ''),
-                ('https://h/', {'all_proxy': 'http://p:1'}, 'http://p:1'),
-                ('https://h/', {}, '')):
-            with self.subTest(url=url, env=env):
-                self.assertEqual(pf.proxy_for(pf.origin_of(url), env), proxy)
-
-    def test_exemptions_from_the_proxy(self):
-        for url, rules, is_exempt in (
-                ('http://a.corp/', '.corp', True),
-                ('http://a.corp/', 'corp', True),
-                ('http://a.corp/', '*.corp', True),
-                ('http://acorp/', 'corp', False),
-                ('http://A.CORP/', 'x, a.corp', True),
-                ('http://h/', '*', True), ('http://h/', '', False),
-                ('http://h/', ' , ,.', False),
-                ('http://h:81/', 'h:81', True),
-                ('http://h:82/', 'h:81', False),
-                ('http://10.1.2.3/', '10.0.0.0/8', True),
-                ('http://11.1.2.3/', '10.0.0.0/8', False),
-                ('http://10.1.2.3/', '10.1.2.3', True),
-                ('http://[fd00::1]/', 'fd00::/8', True),
-                ('http://[fd00::1]/', '[fd00::1]', True),
-                ('http://[fd00::1]:81/', '[fd00::1]:81', True)):
-            for name in ('no_proxy', 'NO_PROXY'):
-                with self.subTest(url=url, rules=rules, name=name):
-                    self.assertEqual(pf.proxy_for(
-                        pf.origin_of(url), {'http_proxy': 'http://p',
-                                            name: rules}),
-                        '' if is_exempt else 'http://p')
-
-    def test_proxy_is_asked_for_the_whole_url(self):
-        proxy = self.web(script())
-        seen = self.look('http://mcp.test:8080/mcp?a=b', env={
-            'http_proxy': 'http://user:pa%%20ss@127.0.0.1:%d' % proxy.port})
-        self.assert_ready(seen)
-        first = proxy.requests[0]
-        self.assertEqual(first.path, 'http://mcp.test:8080/mcp?a=b')
-        self.assertEqual(first.headers['host'], 'mcp.test:8080')
-        self.assertEqual(first.headers['proxy-authorization'],
-                         'Basic dXNlcjpwYSBzcw==')
-
-    def test_https_goes_through_a_tunnel(self):
-        def relay(server, con):
-            with socket.create_connection(('127.0.0.1', web.port), 5) as far:
-                server.start(pump, far, con)
-                pump(con, far)
-
-        def pump(source, target):
-            with contextlib.suppress(OSError):
-                for data in iter(lambda: source.recv(65536), b''):
-                    target.sendall(data)
-                target.shutdown(socket.SHUT_WR)
-        web = self.web(script(), context=self.tls_context())
-        proxy = self.web(lambda request: [
-            b'HTTP/1.1 200 Connection established\r\n\r\n', relay])
-        seen = self.look(
-            'https://mcp.test/mcp', ca_file=self.write('ca.pem', CA_CERT),
-            env={'https_proxy': 'http://u:pw@127.0.0.1:%d' % proxy.port})
-        self.assert_ready(seen)
-        first = proxy.requests[0]
-        self.assertEqual((first.method, first.path, first.headers['host']),
-                         ('CONNECT', 'mcp.test:443', 'mcp.test:443'))
-        self.assertIn('proxy-authorization', first.headers)
-        self.assertNotIn('proxy-authorization', web.requests[0].headers)
-        self.assertEqual(web.requests[0].headers['host'], 'mcp.test')
-
-    def test_proxy_that_is_not_there_is_named_without_its_password(self):
-        for scheme in ('http', 'https'):
-            seen = self.look(scheme + '://mcp.test/', env={
-                scheme + '_proxy': 'http://user:hunter22@127.0.0.1:9'})
-            self.assert_error(seen, 'refused',
-                              'the proxy http://127.0.0.1:9 cannot be '
-                              'reached: connection refused')
-            self.assertNotIn('hunter22', repr(seen))
-
-    def test_proxy_that_refuses(self):
-        proxy = self.web(lambda request: [reply(407)])
-        self.assert_error(
-            self.look('https://mcp.test/', env={
-                'https_proxy': 'http://127.0.0.1:%d' % proxy.port}),
-            'http_status', 'refused to connect to mcp.test:443: HTTP 407')
-
-    def test_proxy_of_a_kind_we_do_not_know(self):
-        self.assert_error(
-            self.look('http://mcp.test/', env={
-                'http_proxy': 'socks5://u:hunter22@127.0.0.1:9'}),
-            'protocol', 'not an http:// URL')
-
-    def test_every_address_of_localhost_is_tried(self):
-        for host in ('127.0.0.1', '::1'):
-            with self.subTest(host):
-                try:
-                    web = self.web(script(), host=host)
-                except OSError:
-                    self.skipTest('no %s here' % host)
-                self.assert_ready(self.look('http://localhost:%d/mcp'
-                                            % web.port))
-
-    def test_nobody_listens(self):
-        web = self.web(script())
-        web.close()
-        self.assert_error(self.look(web.url), 'refused', '127.0.0.1:%d cannot '
-                          'be reached: connection refused' % web.port)
-
-    def test_connection_closed_without_an_answer(self):
-        web = self.web(lambda request: [])
-        self.assert_error(self.look(web.url), 'refused',
-                          'closed the connection without an answer')
-
-    def test_answer_that_is_no_http(self):
-        web = self.web(lambda request: [b'SSH-2.0-x\r\n'])
-        self.assert_error(self.look(web.url), 'protocol', 'is no HTTP')
-
-    def test_name_that_does_not_resolve(self):
-        from unittest import mock
-        failed = socket.gaierror(-2, 'Name or service not known')
-        with mock.patch('socket.getaddrinfo', side_effect=failed):
-            self.assert_error(
-                self.look('http://nowhere.test/mcp'), 'dns', 'the name of '
-                'nowhere.test:80 cannot be resolved: Name or service')
-        self.assert_error(self.look('http://%s.test/' % ('a' * 70)), 'dns')
-
-    def test_name_that_hangs_does_not_hold_up_the_deadline(self):
-        from unittest import mock
-        let_go = threading.Event()
-        self.addCleanup(let_go.set)
-        with mock.patch('socket.getaddrinfo',
-                        side_effect=lambda *given: let_go.wait(10) and []):
-            self.assert_error(self.look('http://h.test/mcp', seconds=0.2),
-                              'timeout', 'no connection, so no answer to '
-                              'initialize within')
-
-    def test_url_that_cannot_be_called(self):
-        for url in ('ftp://h/x', 'h/x', 'http://h:port/', 'http:///x'):
-            with self.subTest(url):
-                self.assert_error(self.look(url, type='http'), 'protocol',
-                                  'cannot be sent over HTTP')
-
-    def test_header_that_cannot_be_sent_is_not_shown(self):
-        for value in ('hunter22\r\nX: y', 'hunter22\u20ac'):
-            seen = self.look('http://127.0.0.1:9/', type='http',
-                             headers={'X-Api-Key': value})
-            self.assertNotIn('hunter22', repr(seen))
-            self.assertEqual(seen.state, 'error')
-
-    def test_configured_headers_are_sent_ours_win(self):
-        web = self.web(script())
-        self.assert_ready(self.look(web.url, headers={
-            'accept': 'text/html', 'X-Two': 'b', 'User-Agent': 'mine',
-            'mcp-protocol-version': '1999-01-01'}))
-        sent = web.requests[1].headers
-        self.assertEqual((sent['x-two'], sent['user-agent'],
-                          sent['mcp-protocol-version'], sent['accept']),
-                         ('b', 'mine', '2025-11-25',
-                          'application/json, text/event-stream'))
-
-    def test_user_in_the_url_logs_in(self):
-        web = self.web(script())
-        url = web.url.replace('//', '//me:pa%20ss@')
-        self.assert_ready(self.look(url))
-        self.assertEqual(web.requests[0].headers['authorization'],
-                         'Basic bWU6cGEgc3M=')
-
-    # -- TLS ----------------------------------------------------------------
-
-    def test_certificate_of_a_named_ca(self):
-        ca = self.write('ca.pem', CA_CERT)
-        web = self.web(script(), context=self.tls_context())
-        self.assert_ready(self.look(web.url, ca_file=ca))
-        self.configure({'s': {'url': web.url}})
-        for words, env in ((['--ca-file', ca], {}),
-                           ([], {'SSL_CERT_FILE': ca})):
-            done = self.sync(*words, env=dict(self.proxies, **env))
-            self.assertEqual(done.code, 0, done)
-
-    def test_certificate_of_an_unknown_ca_names_it(self):
-        web = self.web(script(), context=self.tls_context())
-        seen = self.look(web.url)
-        self.assert_error(seen, 'tls', 'no TLS with 127.0.0.1:%d' % web.port,
-                          'name the CA with --ca-file or SSL_CERT_FILE')
-        if sys.version_info >= (3, 8):
-            self.assertIn('issued by Test Inspection, Test CA', seen.detail)
-        self.assertEqual(web.requests, [])
-
-    def test_certificate_for_another_name(self):
-        web = self.web(script(), context=self.tls_context(),
-                       host='127.0.0.2')
-        seen = self.look(web.url, ca_file=self.write('ca.pem', CA_CERT))
-        self.assert_error(seen, 'tls')
-        self.assertEqual(web.requests, [])
-
-    def test_plain_http_where_tls_was_expected(self):
-        def refuse():
-            con, _ = listener.accept()
-            with con:
-                con.sendall(b'HTTP/1.1 400 Bad Request\r\n\r\n')
-                con.recv(65536)
-        listener = socket.socket()
-        self.addCleanup(listener.close)
-        listener.bind(('127.0.0.1', 0))
-        listener.listen(1)
-        threading.Thread(target=refuse, daemon=True).start()
-        self.assert_error(self.look(
-            'https://127.0.0.1:%d/' % listener.getsockname()[1]), 'tls')
-
-    def test_tls_handshake_that_never_ends(self):
-        listener = socket.socket()
-        self.addCleanup(listener.close)
-        listener.bind(('127.0.0.1', 0))
-        listener.listen(1)
-        self.assert_error(
-            self.look('https://127.0.0.1:%d/' % listener.getsockname()[1],
-                      seconds=0.2), 'timeout', 'no answer to initialize')
-
-    def test_ca_file_that_is_not_there(self):
-        self.configure({})
-        done = self.sync('--ca-file', self.path('no.pem'))
-        self.assertEqual((done.code, done.out), (1, ''))
-        self.assertIn('is not a file', done.err)
-
-    def test_remedies_repeat_the_ca_file(self):
-        ca = self.write('ca.pem', CA_CERT)
-        self.configure({'s': {'url': 'https://127.0.0.1:9/'}})
-        row = self.check('--ca-file', ca, 's:x').json['tools'][0]
-        self.assertIn('--ca-file %s sync s' % ca, row['remediation'])
-
-    # -- 24. logins ---------------------------------------------------------
-
-    def test_statuses_of_a_login(self):
-        key = {'X-API-Key': 'abcdef'}
-        for status, headers, text in (
-                (401, {}, '401: no credential is configured'),
-                (401, key, '401: the credential was refused'),
-                (403, key, '403: token lacks rights'),
-                (403, {}, '403: token lacks rights (none is configured)')):
-            for challenge in ({}, {'WWW_Authenticate': 'Bearer realm="x"'}):
-                with self.subTest(status=status, headers=headers):
-                    web = self.web(lambda request: [reply(
-                        status, {'error': 'x'}, **challenge)])
-                    seen = self.look(web.url, headers=headers)
-                    self.assertEqual((seen.state, seen.cause, seen.detail),
-                                     ('pending_auth', '', text))
-
-    def test_statuses_that_time_may_cure(self):
-        for status, cause in ((429, 'rate_limited'), (503, 'http_status')):
-            web = self.web(lambda request: [reply(
-                status, failure(request, -32000, 'x'), Retry_After='3600')])
-            self.assert_error(self.look(web.url), cause,
-                              'HTTP %d; Retry-After: 3600' % status)
-            self.assertEqual(len(web.requests), 1)
-
-    def test_authorization_server_is_looked_up_without_the_credential(self):
-        def answer(request):
-            if request.path == '/meta':
-                return [reply(200, {'authorization_servers':
-                                    ['https://as.test/t?x=y']})]
-            return [reply(401, WWW_Authenticate='Bearer resource_metadata='
-                          '"http://127.0.0.1:%d/meta"' % web.port)]
-        web = self.web(answer)
-        seen = self.look(web.url, headers={'Authorization': 'Bearer abcdef'})
-        self.assertEqual(seen.state, 'pending_auth')
-        self.assertEqual(seen.detail, '401: the credential was refused; its '
-                         'authorization server is https://as.test/t')
-        self.assertEqual([(request.method, request.path,
-                           'authorization' in request.headers)
-                          for request in web.requests],
-                         [('POST', '/mcp', True), ('GET', '/meta', False)])
-
-    def test_authorization_server_is_found_at_its_known_places(self):
-        known = '/.well-known/oauth-protected-resource'
-        for place in (known + '/mcp', known):
-            web = self.web(lambda request: [reply(
-                200, {'authorization_servers': ['https://as.test']})
-                if request.path == place else reply(401)])
-            self.assertIn('https://as.test', self.look(web.url).detail)
-            self.assertEqual({request.method for request in
-                              web.requests[1:]}, {'GET'})
-
-    def test_metadata_that_does_not_come_changes_nothing(self):
-        for answer in (reply(500), reply(302, Location='http://x.test/'),
-                       reply(200, b'<html>'), b'junk', b''):
-            web = self.web(script(GET=answer, initialize=reply(401)))
-            seen = self.look(web.url)
-            self.assertEqual((seen.state, seen.detail),
-                             ('pending_auth',
-                              '401: no credential is configured'))
-
-    def test_gate_after_a_401(self):
-        web = self.web(lambda request: [
-            reply(200, {'authorization_servers': ['https://as.test']})
-            if request.method == 'GET' else reply(401)])
-        self.configure({'s': {'url': web.url}})
-        done = self.sync(env=self.proxies)
-        self.assertEqual(done.code, 11, done)
-        self.assertEqual(done.json['servers'][0]['state'], 'pending_auth')
-        done = self.check('s:x')
-        self.assertEqual(done.code, 11, done)
-        row = done.json['tools'][0]
-        self.assertEqual((row['reason'], row['action']),
-                         ('oauth_required', 'login'))
-        self.assertIn('https://as.test', row['detail'])
-        shown = self.run_cli('servers', 'show', 's', '-o', 'json').json
-        self.assertEqual(shown['state'], 'pending_auth')
-        self.assertIn('https://as.test', shown['detail'])
-
-    def test_end_of_the_credential_is_seen_and_nothing_else_of_it(self):
-        now = int(time.time())
-        token = jwt(exp=now + 7200, sub='hunter22')
-        web = self.web(script())
-        self.configure({'s': {'url': web.url, 'headers': {
-            'Authorization': 'Bearer ${TOK}'}}})
-        done = self.sync(env=dict(self.proxies, TOK=token))
-        self.assertEqual(done.code, 0, done)
-        shown = self.run_cli('servers', 'show', 's', '-o', 'json').json
-        self.assertEqual(shown['expires_at'],
-                         pf.format_time((now + 7200) * 1000))
-        with open(os.path.join(self.home, 'preflight.db'), 'rb') as file:
-            data = file.read()
-        self.assertNotIn(token.split('.')[1].encode(), data)
-        self.assertNotIn(b'hunter22', data)
-        for words, code in (([], 0), (['--horizon', '1h'], 0),
-                            (['--horizon', '3h'], 11)):
-            done = self.check('s:echo', *words)
-            self.assertEqual(done.code, code, done)
-        self.assertIn('ends in', done.json['tools'][0]['detail'])
-        self.assertEqual(done.json['tools'][0]['reason'], 'oauth_required')
-
-    def test_credential_past_its_end_is_a_login(self):
-        web = self.web(script())
-        for token, code in ((jwt(exp=int(time.time()) - 60), 11),
-                            ('opaque', 0)):
-            self.configure({'s': {'url': web.url, 'headers': {
-                'Authorization': 'Bearer ' + token}}})
-            self.assertEqual(self.sync(env=self.proxies).code, 0)
-            done = self.check('s:echo')
-            self.assertEqual(done.code, code, done)
-        self.assertEqual(self.check('s:echo', '--horizon', '900d').code, 0)
-        self.assertEqual(self.check('s:echo', '--horizon', 'soon').code, 1)
-
-    def test_secrets_stay_out_of_output_and_state(self):
-        secrets = ('sk-live-1234', 'abcd9999', 'zzzz8888', 'pppp7777')
-
-        def echo(request):
-            return [reply(400, ('bad key: %s %s' % (
-                request.headers, request.path)).encode(), 'text/plain')]
-        web = self.web(echo)
-        self.configure({'s': {
-            'url': 'http://u:pppp7777@127.0.0.1:%d/mcp?exaApiKey=zzzz8888'
-            % web.port, 'headers': {'X-Api-Key': 'sk-live-1234',
-                                    'Authorization': 'Bearer abcd9999'}}})
-        text = ''
-        for words in (('sync',), ('sync', '--debug'), ('servers', 'show', 's'),
-                      ('tools', 'preflight', 's:x'), ('activity', 'list')):
-            done = self.run_cli(*words, env=self.proxies)
-            text += done.out + done.err
-        self.assertIn('HTTP 400: bad key', text)
-        for name in os.listdir(self.home):
-            with open(os.path.join(self.home, name), 'rb') as file:
-                text += file.read().decode('latin-1')
-        for secret in secrets:
-            self.assertNotIn(secret, text)
-
-    # -- 61. ids of replies -------------------------------------------------
-
-    def test_id_that_comes_back_as_text(self):
-        web = self.web(script(tools_list=lambda request: reply(200, dict(
-            result(request), id=str(request.message['id'])))))
-        self.assert_ready(self.look(web.url))
-
-    def test_id_that_does_not_come_back(self):
-        for number in (None, 0):
-            web = self.web(script(tools_list=lambda request: reply(200, dict(
-                result(request), id=number))))
-            self.assert_error(self.look(web.url), 'protocol',
-                              'does not echo request ids')
-
-    def test_reply_to_another_request_is_not_taken(self):
-        web = self.web(script(tools_list=lambda request: stream(
-            dict(result(request, tools=[]), id=1), result(request))))
-        self.assert_ready(self.look(web.url))
-        web = self.web(script(tools_list=lambda request: reply(
-            200, dict(result(request), id=99))))
-        self.assert_error(self.look(web.url), 'protocol',
-                          'ended without a reply')
-
-    def test_error_status_may_carry_any_id(self):
-        for number in ('server-error', None, 99):
-            web = self.web(script(tools_list=lambda request: reply(
-                400, dict(failure(request, -32600, 'why'), id=number))))
-            self.assert_error(self.look(web.url), 'protocol',
-                              'error -32600: why')
-
-    # -- 66. what counts as an answer ---------------------------------------
-
-    def test_answer_that_is_no_message(self):
-        for body, kind in ((b'{"error": "Session not found"}',
-                            'application/json'), (b'[]', 'application/json'),
-                           (b'<html>', 'text/html'), (b'', None),
-                           (b'{"jsonrpc": "2.0", "id"', 'application/json')):
-            with self.subTest(body):
-                web = self.web(script(tools_list=reply(200, body, kind)))
-                self.assert_error(self.look(web.url), 'protocol',
-                                  'JSON-RPC message')
-
-    def test_media_type_in_any_case_with_parameters(self):
-        web = self.web(script(initialize=lambda request: reply(
-            200, result(request), 'Application/JSON; Charset=UTF-8')))
-        self.assert_ready(self.look(web.url))
-
-    def test_notification_may_be_accepted_in_many_ways(self):
-        for status in (200, 202, 204, 400):
-            web = self.web(script(notifications_initialized=reply(
-                status, kind=None)))
-            self.assert_ready(self.look(web.url))
-
-    def test_request_that_is_only_accepted(self):
-        web = self.web(script(tools_list=reply(202)))
-        self.assert_error(self.look(web.url), 'http_status', 'HTTP 202')
-
-    def test_reply_that_is_not_utf8(self):
-        web = self.web(script(tools_list=lambda request: reply(
-            200, json.dumps(result(request)).replace('Echo', '\xff').encode(
-                'latin-1'))))
-        self.assert_error(self.look(web.url), 'protocol', 'not UTF-8')
-
-    # -- what servers ask and say meanwhile ---------------------------------
-
-    def test_request_of_the_server_is_answered_by_a_post(self):
-        web = self.web(script(tools_list=lambda request: stream(
-            {'jsonrpc': '2.0', 'id': 'p', 'method': 'ping'},
-            {'jsonrpc': '2.0', 'id': 'r', 'method': 'roots/list'},
-            result(request))))
-        self.assert_ready(self.look(web.url))
-        told = [request.message for request in web.requests
-                if request.message.get('id') in ('p', 'r')]
-        self.assertEqual([(message['id'], 'error' in message)
-                          for message in told], [('p', False), ('r', True)])
-
-    def test_list_that_changed_is_fetched_again(self):
-        def listing(request):
-            asked.append(request)
-            if len(asked) > 1:
-                return reply(200, result(request, tools=[tool('new')]))
-            return stream(
-                {'jsonrpc': '2.0', 'method':
-                 'notifications/tools/list_changed'}, result(request))
-        asked = []
-        web = self.web(script(tools_list=listing))
-        self.assert_ready(self.look(web.url), ['new'])
-
-    # -- the older HTTP+SSE -------------------------------------------------
-
-    def older(self, endpoint='/messages?s=1', post=None, **more):
-        """Start a server of 2024-11-05: replies come on the stream."""
-        replies = []
-        ready = threading.Condition()
-
-        def events(server, con):
-            while not server.is_closed.is_set():
-                with ready:
-                    if not replies:
-                        ready.wait(0.05)
-                    found, replies[:] = list(replies), []
-                for message in found:
-                    con.sendall(b'event: message\ndata: %s\n\n'
-                                % json.dumps(message).encode())
-
-        def answer(request):
-            if (request.method, request.path) == ('GET', '/sse'):
-                return stream(b'event: endpoint\ndata: %s\n\n' % (
-                    endpoint % {'port': web.port}).encode(), events)
-            if request.path == '/sse':
-                return [reply(more.get('status', 405), b'<html>')]
-            if request.method == 'GET':
-                return [reply(404)]
-            if post:
-                return post(request)
-            if 'id' in request.message and 'method' in request.message:
-                with ready:
-                    replies.extend(more.get('notes', ()))
-                    replies.append(result(request, '2024-11-05'))
-                    ready.notify()
-            return [reply(202, b'Accepted', 'text/plain')]
-        web = self.web(answer)
-        web.url = web.url.replace('/mcp', '/sse')
-        return web
-
-    def test_older_transport(self):
-        web = self.older()
-        seen = self.look(web.url, type='sse')
-        self.assert_ready(seen)
-        self.assertEqual(seen.protocol, '2024-11-05')
-        self.assertEqual(
-            [(request.method, request.path) for request in web.requests],
-            [('GET', '/sse')] + [('POST', '/messages?s=1')] * 3)
-        self.assertEqual(web.requests[0].headers['accept'],
-                         'text/event-stream')
-
-    def test_older_transport_with_an_absolute_endpoint(self):
-        self.assert_ready(self.look(self.older(
-            'http://127.0.0.1:%(port)d/m').url, type='sse'))
-
-    def test_endpoint_of_another_origin_is_refused(self):
-        thief = self.web(script())
-        for place in ('http://127.0.0.1:%d/m?k=v' % thief.port, '//h.test/m',
-                      'https://127.0.0.1:%(port)d/m', 'file:///m'):
-            web = self.older(place)
-            self.assert_error(self.look(web.url, type='sse'), 'protocol',
-                              'another origin')
-            self.assertEqual(web.methods, ['GET'])
-        self.assertEqual(thief.requests, [])
-
-    def test_url_without_a_type_falls_back_to_the_older_transport(self):
-        for status in (400, 404, 405, 406, 415):
-            with self.subTest(status):
-                web = self.older(status=status)
-                self.assert_ready(self.look(web.url))
-                self.assertEqual(web.methods[:2], ['initialize', 'GET'])
-
-    def test_other_refusals_do_not_fall_back(self):
-        for status in (401, 403, 429, 500):
-            web = self.older(status=status)
-            self.assertNotEqual(self.look(web.url).state, 'ready')
-            self.assertNotIn(('GET', '/sse'), [
-                (request.method, request.path) for request in web.requests])
-
-    def test_declared_type_does_not_fall_back(self):
-        web = self.older(status=405)
-        self.assert_error(self.look(web.url, type='http'), 'http_status',
-                          'HTTP 405')
-        self.assertEqual(web.methods, ['initialize'])
-
-    def test_first_refusal_is_the_one_reported(self):
-        web = self.web(script(initialize=reply(400, b'no', 'text/plain'),
-                              GET=reply(404)))
-        self.assert_error(self.look(web.url), 'http_status', 'HTTP 400: no')
-        self.assertEqual(web.methods, ['initialize', 'GET'])
-
-    def test_login_found_on_the_way_back_is_reported(self):
-        web = self.web(script(initialize=reply(405), GET=reply(401)))
-        self.assertEqual(self.look(web.url).state, 'pending_auth')
-
-    def test_post_that_is_never_answered(self):
-        for post, told in ((lambda request: [hang], 'no answer'),
-                           (lambda request: [reply(202)], 'no answer')):
-            web = self.older(post=post)
-            self.assert_error(self.look(web.url, type='sse', seconds=0.2),
-                              'timeout', told + ' to initialize')
-
-    def test_post_that_is_refused(self):
-        web = self.older(post=lambda request: [reply(401)])
-        self.assertEqual(self.look(web.url, type='sse').state,
-                         'pending_auth')
-        web = self.older(post=lambda request: [reply(500)])
-        self.assert_error(self.look(web.url, type='sse'), 'http_status')
-
-    def test_stream_without_an_endpoint(self):
-        web = self.web(script(GET=lambda request: stream(b'data: x\n\n')))
-        self.assert_error(self.look(web.url, type='sse'), 'protocol',
-                          'names no endpoint')
-        from unittest import mock
-        web = self.web(script(GET=lambda request: stream(hang)))
-        with mock.patch.object(pf, 'ENDPOINT_MS', 200):
-            self.assert_error(self.look(web.url, type='sse'), 'timeout')
-
-    def test_stream_that_is_none(self):
-        web = self.web(script(GET=reply(200, b'<html>', 'text/html')))
-        self.assert_error(self.look(web.url, type='sse'), 'http_status')
-
-    def test_stream_that_ends_before_the_reply(self):
-        web = self.web(script(
-            GET=lambda request: stream(b'event: endpoint\ndata: /m\n\n'),
-            initialize=reply(202)))
-        self.assert_error(self.look(web.url, type='sse'), 'protocol',
-                          'the event stream ended')
-
-    def test_list_that_changed_on_the_older_transport(self):
-        web = self.older(notes=[{
-            'jsonrpc': '2.0', 'method': 'notifications/tools/list_changed'}])
-        self.assert_ready(self.look(web.url, type='sse'))
-        self.assertEqual(web.methods.count('tools/list'), 2)
-
-    # -- all of it, as a user would -----------------------------------------
-
-    def test_sync_and_gate(self):
-        web = self.web(script())
-        old = self.older()
-        self.configure({'new': {'url': web.url, 'type': 'http'},
-                        'old': {'url': old.url}})
-        done = self.sync(env=self.proxies)
-        self.assertEqual(done.code, 0, done)
-        self.assertEqual([(row['server'], row['state'], row['tools'])
-                          for row in done.json['servers']],
-                         [('new', 'ready', 1), ('old', 'ready', 1)])
-        done = self.check('new:echo', 'old:echo')
-        self.assertEqual(done.code, 0, done)
-        before = len(web.requests) + len(old.requests)
-        self.assertEqual(self.check('new:nope').code, 12)
-        self.assertEqual(len(web.requests) + len(old.requests), before)
 
 
 # ==========================================================================
@@ -8065,6 +6772,29 @@ class Test20Commands(CliCase):
             done = self.cli('tools', verb, 's:ecko')
             self.assertEqual((done.code, done.out), (1, ''))
             self.assertIn('did you mean s:echo?', done.err)
+
+    def test_diff_says_what_approving_would_trust(self):
+        self.one_server(tool(annotations=SAFE))
+        self.serve(tools=[tool(description='Changed')])
+        self.look()
+        found = self.cli('tools', 'diff', 's:echo', '-o', 'json').json
+        self.assertEqual(found['status'], 'changed')
+        self.assertTrue(found['why'])
+        self.assertEqual(
+            (found['approved_hash'], found['hash']),
+            (PIN % (1, hash_of(tool())),
+             PIN % (1, hash_of(tool(description='Changed')))))
+        self.assertEqual(found['fields'], [
+            {'field': 'description', 'lines': ['-Echo text', '+Changed']}])
+        self.assertEqual(len(found['hints']), 3)
+        self.assertIn(' tools approve --expect %s s:echo' % found['token'],
+                      found['approve'])
+
+    def test_diff_of_what_is_approved_has_no_line_to_approve(self):
+        self.one_server(tool())
+        done = self.cli('tools', 'diff', 's:echo')
+        self.assertIn('no difference', done.out)
+        self.assertNotIn('approve:', done.out)
 
     def test_a_tombstone_can_be_shown_but_is_not_listed(self):
         self.one_server(tool(), tool('gone'))
@@ -9387,6 +8117,13 @@ class Test23Foreign(CliCase):
         self.assertLess(max(done.out), '\x7f')
         self.clean(done)
 
+    def test_the_progress_of_a_sync_is_clean(self):
+        self.evil()
+        done = self.on_terminal(self.line('sync'))
+        self.assertEqual(done.code, 10)
+        self.assertIn('\r\x1b[K', done.out)
+        self.assertEqual(RAW.findall(done.out.replace('\r\x1b[K', '')), [])
+
     def test_the_question_of_approve_is_clean(self):
         self.evil()
         done = self.on_terminal(self.line('tools', 'approve',
@@ -10027,5 +8764,91 @@ class TestExamples(TempCase):
                          ['ready', 'unavailable'])
 
 
+# ==========================================================================
+# Running it: without arguments the classes are shared out among workers,
+# since most of the time goes in waiting for child processes
+# ==========================================================================
+
+WORKERS = 3
+
+
+def run_class(case):
+    """Run one class: what it counted, and its report when it failed."""
+    stream = io.StringIO()
+    suite = unittest.defaultTestLoader.loadTestsFromTestCase(case)
+    result = unittest.TextTestRunner(stream, verbosity=0).run(suite)
+    return {'run': result.testsRun, 'good': result.wasSuccessful(),
+            'bad': len(result.failures) + len(result.errors)
+            + len(result.unexpectedSuccesses),
+            'skipped': [[test.id(), why] for test, why in result.skipped],
+            'report': stream.getvalue()}
+
+
+def work(cases, queue, answer):
+    """Take classes from the queue, a byte each, until it is empty."""
+    done = {}
+    for number in iter(lambda: os.read(queue, 1), b''):
+        done[number[0]] = run_class(cases[number[0]])
+    with os.fdopen(answer, 'w') as file:
+        json.dump(done, file)
+
+
+def start_worker(cases, queue):
+    """Fork a worker: (its pid, where its answer is read).
+
+    It ends like any program, so that what it covers is measured.
+    """
+    reader, writer = os.pipe()
+    number = os.fork()
+    if not number:
+        os.close(reader)
+        work(cases, queue, writer)
+        sys.exit(0)
+    os.close(writer)
+    return number, os.fdopen(reader)
+
+
+def run_shared(cases):
+    """Run classes in forked workers; tells whether all is well."""
+    began, done, is_good = time.time(), {}, True
+    queue, end = os.pipe()
+    os.write(end, bytes(range(len(cases)))[::-1])
+    os.close(end)
+    sys.stdout.flush()
+    workers = [start_worker(cases, queue) for _ in range(WORKERS)]
+    os.close(queue)
+    for number, answer in workers:
+        with answer:
+            text = answer.read()
+        is_good = os.waitpid(number, 0)[1] == 0 and is_good
+        done.update(json.loads(text or '{}'))
+    rows = [done[key] for key in sorted(done, key=int)]
+    for row in rows:
+        if not row['good']:
+            sys.stderr.write(row['report'])
+        for name, why in row['skipped']:
+            sys.stderr.write('skipped %s: %s\n' % (name, why))
+    is_good = is_good and len(rows) == len(cases) and all(
+        row['good'] for row in rows)
+    sys.stderr.write('%s\nRan %d tests in %.3fs\n\n%s (failures=%d, '
+                     'skipped=%d)\n' % (
+                         '-' * 70, sum(row['run'] for row in rows),
+                         time.time() - began, 'OK' if is_good else 'FAILED',
+                         sum(row['bad'] for row in rows),
+                         sum(len(row['skipped']) for row in rows)))
+    return is_good
+
+
+def main():
+    """Run all tests, or those that are named."""
+    if len(sys.argv) > 1 or not hasattr(os, 'fork'):
+        unittest.main()
+    cases = [value for value in list(globals().values())
+             if isinstance(value, type)
+             and issubclass(value, unittest.TestCase)
+             and any(name.startswith('test') for name in dir(value))]
+    sys.exit(0 if run_shared(cases) else 1)
+
+
 if __name__ == '__main__':
-    unittest.main()
+    main()

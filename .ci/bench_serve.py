@@ -209,7 +209,7 @@ def median(rows):
 
 def commit_ms(work):
     """Median and 95th percentile of a lone synced commit on this disk."""
-    con = sqlite3.connect(os.path.join(work, 'lone.db'),
+    con = sqlite3.connect(tempfile.mktemp('.db', dir=work),
                           isolation_level=None)
     con.execute('pragma journal_mode=wal')
     con.execute('pragma synchronous=full')
