@@ -17,7 +17,7 @@ this table and holds the file to it. Numbers without a row are free.
    5 text       JSON in, durations, times, safe text, masks    uses 1-4
    6 identity   ids, pins, canonical JSON, hashes, launches    uses 1-5
    7 config     file text + environment -> servers, profiles   uses 1-6
-   8 wire       MCP without I/O: requests, replies, paging     uses 1-6
+   8 wire       MCP without I/O: messages, SSE, HTTP's rules   uses 1-6
    9 trust      seen + approved -> status; what a sync writes  uses 1-6
   10 judge      the gates in order, evaluate, explain          uses 1-6, 9
   11 lock       definition diffs                               uses 1-6
@@ -26,7 +26,7 @@ this table and holds the file to it. Numbers without a row are free.
   14 world      clock, randomness, environment, files, stops   uses 1-5
   15 store      SQLite: schema, snapshot reads, writes         uses 1-6, 14
   16 audit      append, chain, verify, prune                   uses 1-6, 14-15
-  17 links      carry bytes: a child process on stdio          uses 1-2, 5, 14
+  17 links      carry bytes: a child's stdio, HTTP, TLS        uses 1-2, 5, 14
   18 sync       observe servers, record what was seen          uses 1-9, 14-17
   20 commands   one function per use case, returns a value     uses 1-12, 14-18
   22 serve      the loop: request -> answer; tiers, waits      uses 1-20
@@ -81,6 +81,9 @@ WAIT_STEP_MS = 250
 BUSY_TIMEOUT_MS = 8 * SECOND_MS
 GRACE_MS = 1000                 # for each of: end of input, TERM, KILL
 QUIET_MS = 150                  # after a list_changed, before listing again
+RETRY_MS = 1000                 # before a cut event stream is resumed
+ENDPOINT_MS = 10 * SECOND_MS    # for the first event of HTTP+SSE
+METADATA_MS = 5 * SECOND_MS     # to learn who signs in
 COMMIT_PAUSE_MS = 5             # so that a sync never starves the gate
 
 MAX_IDS = 100
@@ -155,6 +158,13 @@ class UpstreamError(PreflightError):
     def __init__(self, cause, message):
         super().__init__(message)
         self.cause = cause
+
+
+class LoginNeeded(UpstreamError):
+    """A server asks for a credential, or for a better one."""
+
+    def __init__(self, message):
+        super().__init__('', message)
 
 
 class Interrupted(BaseException):
@@ -271,13 +281,15 @@ Approval.__doc__ = """The definition an operator (or the baseline) trusts."""
 
 Connection = namedtuple('Connection', (
     'launch state cause detail since observed_at listed_at protocol era '
-    'ttl stderr refused lease_at lease_until lease_launch'))
+    'ttl stderr refused lease_at lease_until lease_launch expires_at'))
+Connection.__new__.__defaults__ = (None,)
 Connection.__doc__ = """What is recorded of the link to one server.
 
 state: ready, pending_auth, error or '' (never looked at). launch: digest it
 was seen under. observed_at: end of the newest completed look. since: when
 this state began. ttl: what the server said its list is good for, or 0.
-refused: name -> why, for definitions that were not stored.
+refused: name -> why, for definitions that were not stored. expires_at: end
+of the credential that the config sends, None if it does not say.
 """
 
 Known = namedtuple('Known', 'server skipped disabled quarantined connection '
@@ -298,10 +310,12 @@ Ref.__doc__ = """One required tool: the trimmed text, its halves ('' both
 when it is malformed) and the pin asked for, '' for none."""
 
 Question = namedtuple('Question', 'refs caller filters now settings how '
-                                  'places')
+                                  'places horizon')
+Question.__new__.__defaults__ = (0,)
 Question.__doc__ = """One check. filters: names that are on. settings: as in
 Config. how: the command that started this run, which remedies repeat.
-places: the state directory and config files, in words."""
+places: the state directory and config files, in words. horizon: for so long
+a credential must still be good."""
 
 Case = namedtuple('Case', 'ref known tool question')
 Case.__doc__ = """What one gate looks at: a ref, its server, its tool."""
@@ -338,7 +352,9 @@ for all, or None when it is pinned to a profile; required: [id, pin] pairs;
 expires_at: None for never."""
 
 Observation = namedtuple('Observation', (
-    'state cause detail protocol era ttl tools refused warnings stderr'))
+    'state cause detail protocol era ttl tools refused warnings stderr '
+    'expires_at'))
+Observation.__new__.__defaults__ = (None,)
 Observation.__doc__ = """What one look at one server found. tools: list of
 Definition, None when nothing was listed."""
 
@@ -586,6 +602,42 @@ def _mask_query(found):
 
 # A whole name that tells of a secret. It is looked at once, from its start:
 # a server writes the text, and must not be able to keep us busy with it.
+def is_loopback(host):
+    """Tell whether a host name or address stays on this machine."""
+    return host == 'localhost' or host.endswith('.localhost') or bool(
+        re.match(r'(?:(?:::ffff:)?127(?:\.[0-9]{1,3}){1,3}|::1)\Z', host))
+
+
+def origin_of(url):
+    """Give (scheme, host, port) of an HTTP URL; raises ValueError."""
+    from urllib.parse import urlsplit
+    parts, usual = urlsplit(url), {'http': 80, 'https': 443}
+    if parts.scheme not in usual or not parts.hostname:
+        raise ValueError('not an http:// or https:// URL')
+    host = parts.hostname
+    if re.search('[^\0-\x7f]', host):
+        host = host.encode('idna').decode('ascii')
+    return parts.scheme, host, parts.port or usual[parts.scheme]
+
+
+def host_text(origin, is_full=False):
+    """Write the host of an origin; its port too, unless it is the usual."""
+    scheme, host, port = origin
+    host = '[%s]' % host if ':' in host else host
+    is_usual = (scheme, port) in (('http', 80), ('https', 443))
+    return host if is_usual and not is_full else '%s:%d' % (host, port)
+
+
+def plain_url(url):
+    """Cut a URL down to what may be shown: no user, query or fragment."""
+    from urllib.parse import urlsplit
+    try:
+        origin = origin_of(url)
+    except ValueError:
+        return '(no URL)'
+    return '%s://%s%s' % (origin[0], host_text(origin), urlsplit(url).path)
+
+
 SECRET_NAME = (r'(?<![A-Za-z0-9_.-])(?=[A-Za-z0-9_.-]*(?:key|token|secret|'
                r'passw|pwd|credential|authorization|cookie|bearer))'
                r'[A-Za-z0-9_.-]+')
@@ -1410,6 +1462,7 @@ def child_environment(server, environ):
 
 META = 'io.modelcontextprotocol/'
 METHOD_NOT_FOUND, BAD_PARAMS, BAD_VERSION = -32601, -32602, -32022
+HEADER_MISMATCH = -32020        # only servers of 2026-07-28 say it
 
 Ask = namedtuple('Ask', 'method params')
 Ask.__doc__ = """A request to send; its reply is sent into the generator."""
@@ -1577,7 +1630,8 @@ def _open_handshake(client, version=HANDSHAKE_VERSIONS[0]):
                   and v != version]     # a refusal often names that one too
         if common and version == HANDSHAKE_VERSIONS[0]:
             return (yield from _open_handshake(client, common[0]))
-        if (code in (BAD_VERSION, METHOD_NOT_FOUND, BAD_PARAMS)
+        if (code in (BAD_VERSION, METHOD_NOT_FOUND, BAD_PARAMS,
+                     HEADER_MISMATCH)
                 or set(named) & set(MODERN_VERSIONS)):
             return (yield from _open_modern(client, reply))
     result = _result_of(reply, 'initialize')
@@ -1646,6 +1700,205 @@ def explore(era, client):
     if (yield Ask('notifications/tools/list_changed', SETTLE)):
         tools, ttl = yield from _list_pages(meta)
     return Listing(protocol, era, tools, ttl)
+
+
+class SseParser:
+    """Cuts an event stream into events, by the rules of WHATWG's HTML.
+
+    last_id, and retry in milliseconds (None: never said), are the stream's.
+    """
+
+    def __init__(self):
+        self.line, self.size = [], 0    # pieces; bytes of this event so far
+        self.kind, self.data = '', []
+        self.next_id, self.last_id, self.retry = '', '', None
+        self.is_after_cr, self.is_start = False, True
+
+    def feed(self, chunk):
+        """Take bytes: the (type, data) of each event that they complete."""
+        pieces, events = re.split(b'\r\n|\r|\n', chunk), []
+        if self.is_after_cr and chunk[:1] == b'\n':
+            del pieces[0]       # the other half of that line end
+        self.is_after_cr = chunk[-1:] == b'\r'
+        for piece in pieces[:-1]:
+            self.size += len(piece)
+            line, self.line = b''.join(self.line + [piece]), []
+            if line:
+                self._take(line)
+            elif self.data:
+                events.append((self.kind or 'message', b'\n'.join(self.data)))
+            if not line:
+                self.kind, self.data, self.size = '', [], 0
+                self.last_id = self.next_id
+            self.is_start = False
+        self.line.append(pieces[-1])
+        self.size += len(pieces[-1])
+        if self.size > MAX_MESSAGE_BYTES:
+            raise UpstreamError('protocol', 'a message is larger than %d '
+                                'bytes' % MAX_MESSAGE_BYTES)
+        return events
+
+    def _take(self, line):
+        if self.is_start and line[:3] == b'\xef\xbb\xbf':
+            line = line[3:]
+        name, _, value = line.partition(b':')
+        value = value[1:] if value[:1] == b' ' else value
+        if name == b'data':
+            self.data.append(value)
+            return
+        self.size -= len(line)  # nothing of it is kept
+        if name == b'event':
+            self.kind = value.decode('utf-8', 'replace')
+        elif name == b'id' and b'\0' not in value:
+            self.next_id = value.decode('utf-8', 'replace')
+        elif name == b'retry' and value.isdigit():
+            self.retry = int(value[:9])
+
+    def is_held(self):
+        """Tell whether data is there, and only the event's end is not."""
+        return bool(self.data) and not any(self.line)
+
+
+CHALLENGE = (r'(,?)\s*([!#$%&\'*+.^_`|~A-Za-z0-9-]+)'
+             r'(?:\s*=\s*("(?:[^"\\]|\\.)*"|[^\s",]+))?\s*')
+
+
+def bearer_challenge(headers):
+    """Read the parameters of the Bearer challenge, {} for none.
+
+    WWW-Authenticate may hold several challenges. Names of headers and
+    parameters are in lower case.
+    """
+    found, scheme = {}, ''
+    text = headers.get('www-authenticate', '')
+    for comma, name, value in re.findall(CHALLENGE, text):
+        if not value and (comma or not scheme):
+            scheme = name.lower()
+        elif value and scheme == 'bearer':
+            if value[0] == '"':
+                value = re.sub(r'\\(.)', r'\1', value[1:-1])
+            found.setdefault(name.lower(), value)
+    return found
+
+
+# 4xx whose body is never the reply to a request.
+FINAL_STATUSES = (401, 403, 407, 408, 429)
+# What a server that speaks only the older HTTP+SSE says to a POST.
+SSE_STATUSES = (400, 404, 405, 406, 415)
+
+
+def status_error(status, headers, has_credential, body=b''):
+    """Say what an HTTP status means: the UpstreamError to raise.
+
+    body: of the answer, as far as it is known.
+    """
+    given = bearer_challenge(headers)
+    said = ', '.join(given[key][:200] for key in ('error', 'scope')
+                     if given.get(key))
+    said = ' (%s)' % said if said else ''
+    if status == 401:
+        return LoginNeeded('401: %s%s' % (
+            'the credential was refused' if has_credential
+            else 'no credential is configured', said))
+    if status == 403:
+        return LoginNeeded('403: token lacks rights%s' % (
+            said if has_credential else ' (none is configured)'))
+    text = ('endpoint or session not found (404)' if status == 404
+            else 'HTTP %d' % status)
+    excerpt = ' '.join(body[:1000].decode('utf-8', 'replace').split())[:200]
+    if excerpt and excerpt[0] != '<':
+        text += ': ' + excerpt
+    if headers.get('retry-after'):
+        text += '; Retry-After: %s' % headers['retry-after'][:40]
+    return UpstreamError('rate_limited' if status == 429 else 'http_status',
+                         text)
+
+
+def mcp_headers(message, version):
+    """Give the headers that name the protocol: none on initialize.
+
+    None of our messages is of a kind that Mcp-Name goes with.
+    """
+    meta = (message.get('params') or {}).get('_meta') or {}
+    modern = meta.get(META + 'protocolVersion')
+    if modern:
+        return {'MCP-Protocol-Version': modern,
+                'Mcp-Method': message['method']}
+    if not version or message.get('method') == 'initialize':
+        return {}
+    return {'MCP-Protocol-Version': version}
+
+
+def media_type(headers):
+    """Give the media type in lower case, without its parameters."""
+    return headers.get('content-type', '').split(';')[0].strip().lower()
+
+
+def url_secrets(url):
+    """List what looks like a credential in a URL."""
+    found = re.findall(r'(?i)//(?:[^/@:]*:)?([^/@]+)@|[?&]%s=([^&#]+)'
+                       % SECRET_NAME, url or '')
+    return [word or value for word, value in found]
+
+
+def has_credential(server):
+    """Tell whether a server's config sends something like a credential."""
+    return bool(url_secrets(server.url)) or any(
+        value and re.match('(?i)%s\\Z' % SECRET_NAME, name)
+        for name, value in server.headers.items())
+
+
+def credential_end(headers):
+    """Read when the bearer token in headers ends, None if it says not.
+
+    Only a JWT says it; nothing else of the token is kept.
+    """
+    import base64
+    for name, value in headers.items():
+        found = re.match(r'(?i)bearer\s+[\w-]+\.([\w-]+)\.[\w-]*\s*\Z', value)
+        if name.lower() != 'authorization' or not found:
+            continue
+        try:
+            text = base64.urlsafe_b64decode(found.group(1) + '==')
+            end = decode_json(text.decode('utf-8')).get('exp')
+        except (ValueError, AttributeError, RecursionError):
+            return None
+        if isinstance(end, (int, float)) and not is_flag(end) and (
+                0 < end < 1e11):
+            return int(end * 1000)
+    return None
+
+
+def metadata_urls(url, challenge):
+    """List where a server's protected resource metadata may stand.
+
+    RFC 9728's order. Only https, or both ends on this machine: a server
+    must not make us call what only this machine can reach.
+    """
+    from urllib.parse import urlsplit
+    here, found = origin_of(url), []
+    base = '%s://%s/.well-known/oauth-protected-resource' % (
+        here[0], host_text(here))
+    named = challenge.get('resource_metadata')
+    for place in [named] if named else dict.fromkeys(
+            (base + urlsplit(url).path.rstrip('/'), base)):
+        try:
+            scheme, host, _ = origin_of(place)
+        except ValueError:
+            continue
+        if is_loopback(here[1]) if is_loopback(host) else scheme == 'https':
+            found.append(place)
+    return found
+
+
+def read_issuers(body):
+    """List the authorization servers that resource metadata names."""
+    try:
+        listed = decode_json(body.decode('utf-8'))['authorization_servers']
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return []
+    return [plain_url(url)[:200] for url in listed[:3]
+            if is_text(url)] if is_list(listed) else []
 
 
 ADVERTISED_TWICE = 'advertised twice, with different definitions or hints'
@@ -1946,6 +2199,16 @@ def _stale_finding(case, link, limit, sync):
                    'stale')
 
 
+def _credential_end(link, question):
+    """Say that a credential has ended or will within the horizon, or ''."""
+    end, now = link.expires_at, question.now
+    if end is None or end > now + question.horizon:
+        return ''
+    span = format_duration(abs(end - now))
+    return '%s (%s)' % ('ended %s ago' % span if end <= now
+                        else 'ends in %s' % span, format_time(end))
+
+
 def connection_state(case):
     """Read a server's state off its record: a Finding (contract 9).
 
@@ -1955,7 +2218,8 @@ def connection_state(case):
     known, now = case.known, case.question.now
     link, name = known.connection, json.dumps(known.server.name)
     limit, is_old = 0, False
-    if link is not None and link.state == 'ready':
+    ending = _credential_end(link, case.question) if link else ''
+    if link is not None and link.state == 'ready' and not ending:
         limit = max_age_of(known.server, case.question.settings, link.ttl)
         is_old = is_stale(link, limit, now)
         if not is_old:
@@ -1966,11 +2230,13 @@ def connection_state(case):
         return stopped('server_initializing',
                        'Server %s has never been looked at (%s).' % (
                            name, case.question.places), sync, 'never_seen')
-    if link.state == 'pending_auth':
-        return stopped('oauth_required', 'Server %s asked for a login: %s.' % (
-            name, link.detail), 'Set headers.Authorization for %s (an entry '
-            'in our own config) to a ${VAR}, then run: %s' % (
-                name, sync[5:]))
+    if link.state == 'pending_auth' or ending:
+        fact = ('Server %s asked for a login: %s.' % (name, link.detail)
+                if link.state == 'pending_auth' else
+                'The credential of server %s %s.' % (name, ending))
+        return stopped('oauth_required', fact, 'Set headers.Authorization '
+                       'for %s (an entry in our own config) to a ${VAR}, '
+                       'then run: %s' % (name, sync[5:]))
     if is_lease_running(link, now):
         return stopped('server_initializing', 'A sync of server %s is under '
                        'way since %s.' % (name, format_time(link.lease_at)),
@@ -2608,13 +2874,15 @@ def render_activities(found):
 
 World = namedtuple('World', (
     'env how home configs dialect workspace now clock sleep random stop '
-    'ask tell is_terminal'))
+    'ask tell is_terminal ca_file'))
+World.__new__.__defaults__ = ('',)
 World.__doc__ = """What a command may know of its surroundings.
 
 env: dict. how: the command that started this run, for remedies. home: the
 state directory. configs: paths as named, () for the state's own file.
 now() -> ms; clock() -> monotonic seconds; random(n) -> bytes. stop: signal
 numbers that arrived. ask(question) -> bool; tell(line) writes to stderr.
+ca_file: certificates to trust besides the system's, '' for none.
 """
 
 OUR_CONFIG = 'mcp_config.json'
@@ -2798,7 +3066,7 @@ create table server(id integer primary key, name text not null,
   cause text, detail text, since integer, observed_at integer,
   listed_at integer, protocol text, era text, ttl integer, stderr text,
   refused text, lease_at integer, lease_until integer, lease_launch text,
-  lease_owner text, unique(name, file));
+  lease_owner text, expires_at integer, unique(name, file));
 create table tool(server integer not null, name text not null,
   listed integer not null, hash text not null, version integer not null,
   hints text not null, flaw text not null, changes integer not null,
@@ -3030,7 +3298,7 @@ def bump_generation(con):
 
 LINK_COLUMNS = ('launch, state, cause, detail, since, observed_at, '
                 'listed_at, protocol, era, ttl, stderr, refused, lease_at, '
-                'lease_until, lease_launch')
+                'lease_until, lease_launch, expires_at')
 
 
 def load_link(con, name, file):
@@ -3130,10 +3398,10 @@ def load_names_like(con, server_id, word, limit=150):
     its four quarters.
     """
     row = con.execute(
-        'select group_concat(name, char(10)) from tool where server=? and '
+        'select group_concat(name, char(0)) from tool where server=? and '
         'listed=1 and length(name) between ? and ?',
         (server_id, len(word) - 2, len(word) + 2)).fetchone()
-    names = row[0].split('\n') if row[0] else []
+    names = row[0].split('\0') if row[0] else []
     step = max(1, -(-len(word) // 4))
     parts = [word[n:n + step] for n in range(0, len(word), step)]
     names.sort(key=lambda name: -sum(part in name for part in parts))
@@ -3178,8 +3446,9 @@ def save_link(con, server_id, link):
                          stderr=key_text(link.stderr))
     con.execute('update server set launch=?, state=?, cause=?, detail=?, '
                 'since=?, observed_at=?, listed_at=?, protocol=?, era=?, '
-                'ttl=?, stderr=?, refused=? where id=?',
-                link[:11] + (canonical(link.refused), server_id))
+                'ttl=?, stderr=?, refused=?, expires_at=? where id=?',
+                link[:11] + (canonical(link.refused), link.expires_at,
+                             server_id))
     bump_generation(con)
 
 
@@ -3777,96 +4046,351 @@ class ChildLink:
             pass
 
 
+def _is_exempt(rule, host, port):
+    """Tell whether a rule of no_proxy names a host: *, a name or suffix,
+    an address or network, a port behind a name."""
+    import ipaddress
+    rule = rule.strip().lower()
+    try:
+        network = ipaddress.ip_network(rule.strip('[]'), strict=False)
+        return ipaddress.ip_address(host) in network
+    except ValueError:
+        pass
+    name, colon, number = rule.rpartition(':')
+    if colon and number.isdigit():
+        if int(number) != port:
+            return False
+        rule = name.strip('[]')
+    name = rule.lstrip('*').lstrip('.')
+    return rule == '*' or bool(name) and (
+        host == name or host.endswith('.' + name))
+
+
+def proxy_for(origin, env):
+    """Name the proxy for an origin, '' for none (loopback never has one)."""
+    scheme, host, port = origin
+
+    def of(name):
+        return env.get(name) or env.get(name.upper()) or ''
+    if is_loopback(host) or any(_is_exempt(rule, host, port)
+                                for rule in of('no_proxy').split(',')):
+        return ''
+    proxy = of(scheme + '_proxy') or of('all_proxy')
+    return proxy if not proxy or '://' in proxy else 'http://' + proxy
+
+
+def _login_of(url, header):
+    """Make a header of the user part of a URL, {} when it has none."""
+    import base64
+    from urllib.parse import unquote_to_bytes, urlsplit
+    user, at, _ = urlsplit(url).netloc.rpartition('@')
+    plain = unquote_to_bytes(user if ':' in user else user + ':')
+    return {header: 'Basic ' + base64.b64encode(plain).decode(
+        'ascii')} if at else {}
+
+
+def merge_headers(*tables):
+    """Join tables of headers; of one name, in any case, the last counts."""
+    found = {}
+    for table in tables:
+        found.update((name.lower(), (name, table[name])) for name in table)
+    return dict(found.values())
+
+
+def issuer_text(chain):
+    """Name who issued the first certificate of a TLS message, or ''.
+
+    In DER the issuer's names stand before the validity, the subject's
+    behind it.
+    """
+    head = re.split(rb'\x17\r[0-9]{12}Z|\x18\x0f[0-9]{14}Z', chain)[0]
+    return ', '.join(
+        head[found.end():found.end() + ord(found.group(1))].decode(
+            'utf-8', 'replace')
+        for found in re.finditer(
+            rb'\x55\x04[\x03\x0a][\x0c\x13]([\x01-\x7f])', head))
+
+
+def _tls_error(exc, pipe):
+    why = (getattr(exc, 'verify_message', '') or str(exc)).rstrip('.')
+    hint = re.search('issuer|self.signed|SSL: CERT', why)
+    issuer = issuer_text(pipe.chain)
+    return UpstreamError('tls', 'no TLS with %s: %s%s%s' % (
+        pipe.place, why, issuer and '; the certificate was issued by '
+        + issuer, '; name the CA with --ca-file or SSL_CERT_FILE'
+        if hint else ''))
+
+
+def link_error(exc, pipe):
+    """Translate what sockets, TLS and http.client raise: UpstreamError."""
+    import socket
+    import ssl
+    place = pipe.place
+    if isinstance(exc, (ssl.SSLError, ssl.CertificateError)):
+        return _tls_error(exc, pipe)
+    if isinstance(exc, (socket.gaierror, UnicodeError)):
+        return UpstreamError('dns', 'the name of %s cannot be resolved: %s'
+                             % (place, exc.args[-1]))
+    if isinstance(exc, socket.timeout):
+        return UpstreamError('timeout', 'no answer')
+    if isinstance(exc, OSError):
+        return UpstreamError('refused', '%s %s' % (
+            place, 'cannot be reached: ' + os_reason(exc) if exc.errno
+            else 'closed the connection without an answer'))
+    if isinstance(exc, ValueError):     # its text may hold a header's value
+        return UpstreamError('protocol', 'its url or a header cannot be '
+                             'sent over HTTP')
+    return UpstreamError('protocol', 'the answer of %s is no HTTP: %s' % (
+        place, str(exc)[:200] or type(exc).__name__))
+
+
+class Pipe:
+    """One TCP or TLS connection, under an absolute deadline.
+
+    Every wait is cut into slices, so that neither dribbling nor a socket's
+    own time-out holds up the deadline or a signal. To http.client it is a
+    socket; what closes it is end().
+    """
+
+    def __init__(self, world, deadline):
+        self.world, self.deadline = world, deadline
+        self.sock, self.place, self.is_ended = None, '', False
+        self.chain = b''        # the certificates that the other end sent
+
+    def slice(self, what='no answer'):
+        """Give the seconds to wait now; raises when there are none left."""
+        if self.world.stop:
+            raise Interrupted(self.world.stop[0])
+        left = self.deadline - self.world.clock()
+        if left <= 0:
+            raise UpstreamError('timeout', what)
+        return min(left, 0.1)
+
+    def connect(self, host, port):
+        """Connect to the first address of a host that lets us.
+
+        In a thread of its own: nothing else can end the wait for a name.
+        """
+        import socket
+        import threading
+        failed, span = [], max(0.001, self.deadline - self.world.clock())
+
+        def attempt():
+            for name in (('127.0.0.1', '::1') if host == 'localhost'
+                         else (host,)):
+                try:
+                    self.sock = socket.create_connection((name, port), span)
+                    break
+                except (OSError, ValueError) as exc:
+                    failed.append(exc)
+            if self.is_ended and self.sock:     # nobody waits any more
+                self.sock.close()
+        thread = threading.Thread(target=attempt, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(self.slice('no connection, so no answer'))
+        if self.sock is None:
+            raise failed[0]
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def secure(self, context, host):
+        """Do the TLS handshake."""
+        def note(con, direction, version, kind, message, data):
+            if direction == 'read' and message == 11:   # Certificate
+                self.chain = data
+        if hasattr(context, '_msg_callback'):           # from 3.8 on
+            context._msg_callback = note
+        self.sock = context.wrap_socket(self.sock, server_hostname=host,
+                                        do_handshake_on_connect=False)
+        self._patient(self.sock.do_handshake)
+
+    def _patient(self, step, *given):
+        import socket
+        while True:
+            self.sock.settimeout(self.slice())
+            try:
+                return step(*given)
+            except socket.timeout:
+                pass
+
+    def sendall(self, data):
+        """Send bytes, within what is left of the deadline."""
+        self.slice()
+        self.sock.settimeout(self.deadline - self.world.clock())
+        self.sock.sendall(data)
+
+    def makefile(self, mode):
+        """Give http.client something to read from."""
+        import io
+
+        class Raw(io.RawIOBase):
+            """The receiving end of the pipe."""
+
+            def readable(raw):
+                """Claim that it can be read."""
+                return True
+
+            def readinto(raw, buffer):
+                """Receive some bytes, within the deadline."""
+                return self._patient(self.sock.recv_into, buffer)
+
+        return io.BufferedReader(Raw(), 1 << 16)
+
+    def close(self):
+        """Do nothing: http.client calls it while the answer is read."""
+
+    def end(self):
+        """Close the connection."""
+        self.is_ended = True
+        if self.sock is not None:
+            self.sock.close()
+
+
+class HttpReply:
+    """The answer to one request, whose body is read while it arrives.
+
+    headers: by names in lower case. url: where it came from in the end.
+    """
+
+    def __init__(self, pipe, raw, url):
+        self.pipe, self.raw, self.url = pipe, raw, url
+        self.status, self.headers = raw.status, {}
+        for name, value in raw.getheaders():
+            self.headers.setdefault(name.lower(), []).append(value)
+        self.headers = {name: ', '.join(values)
+                        for name, values in self.headers.items()}
+
+    def chunk(self, deadline):
+        """Give the bytes that come next, b'' at the end."""
+        import http.client
+        self.pipe.deadline = deadline
+        try:
+            return self.raw.read1(1 << 16)
+        except (OSError, ValueError, http.client.HTTPException) as exc:
+            raise link_error(exc, self.pipe) from exc
+
+    def body(self, deadline):
+        """Give the whole body; raises UpstreamError for one too large."""
+        parts, size = [], 0
+        while not parts or parts[-1]:
+            parts.append(self.chunk(deadline))
+            size += len(parts[-1])
+            if size > MAX_MESSAGE_BYTES:
+                raise UpstreamError('protocol', 'a message is larger than '
+                                    '%d bytes' % MAX_MESSAGE_BYTES)
+        return b''.join(parts)
+
+    def close(self):
+        """Close the connection, read or not."""
+        self.pipe.end()
+
+
+class HttpLink:
+    """Requests over HTTP, each over a connection of its own.
+
+    The one place that connects to servers: proxies, TLS and redirects.
+    """
+
+    def __init__(self, world):
+        self.world, self.context = world, None
+
+    def request(self, method, url, headers, body, deadline):
+        """Send a request: the HttpReply, whatever its status.
+
+        Only a redirect to the same origin that keeps method and body is
+        followed: no credential may reach another host.
+        """
+        from urllib.parse import urljoin
+        for _ in range(4):
+            reply = self._once(method, url, headers, body, deadline)
+            place = reply.headers.get('location')
+            if not 300 <= reply.status < 400 or not place:
+                return reply
+            reply.close()
+            try:
+                here, url = origin_of(url), urljoin(url, place)
+                if origin_of(url) != here:
+                    break
+            except ValueError:
+                break
+            if reply.status not in (307, 308):
+                break
+        raise UpstreamError('redirected', 'redirected to %s, set that URL'
+                            % plain_url(url))
+
+    def _once(self, method, url, headers, body, deadline):
+        import http.client
+        from urllib.parse import quote, urlsplit
+        pipe = Pipe(self.world, deadline)
+        try:
+            origin, parts = origin_of(url), urlsplit(url)
+            target = (parts.path or '/') + (parts.query and '?' + parts.query)
+            more = dict({'User-Agent': 'preflight/' + VERSION,
+                         'Host': host_text(origin)},
+                        **_login_of(url, 'Authorization'))
+            via = self._connect(pipe, origin)
+            if via is not None:         # a proxy, asked for the whole URL
+                target = 'http://' + host_text(origin) + target
+            con = http.client.HTTPConnection(*origin[1:])
+            con.sock = pipe
+            con.request(method, quote(target, "%/:=&?~#+!$,;'@()*[]"), body,
+                        merge_headers(more, headers, via or {},
+                                      {'Connection': 'close'}))
+            return HttpReply(pipe, con.getresponse(), url)
+        except (OSError, ValueError, http.client.HTTPException) as exc:
+            pipe.end()
+            raise link_error(exc, pipe) from exc
+        except BaseException:
+            pipe.end()
+            raise
+
+    def _connect(self, pipe, origin):
+        """Connect; gives the headers for a proxy that is asked for the
+        whole URL, None where there is none."""
+        proxy = proxy_for(origin, self.world.env)
+        pipe.place = host_text(origin, True)
+        if proxy and self._enter(pipe, proxy, origin):
+            return _login_of(proxy, 'Proxy-Authorization')
+        if not proxy:
+            pipe.connect(*origin[1:])
+        if origin[0] == 'https':
+            pipe.secure(self._tls(), origin[1])
+        return None
+
+    def _tls(self):
+        import ssl
+        if self.context is None:        # OpenSSL reads SSL_CERT_FILE itself
+            self.context = ssl.create_default_context()
+            if self.world.ca_file:
+                self.context.load_verify_locations(self.world.ca_file)
+        return self.context
+
+    def _enter(self, pipe, proxy, origin):
+        """Connect to a proxy, and for https through it; True for http."""
+        import http.client
+        place = pipe.place
+        pipe.place = 'the proxy ' + plain_url(proxy)
+        if proxy[:7].lower() != 'http://':
+            raise UpstreamError('protocol', 'the proxy that the environment '
+                                'names is not an http:// URL')
+        pipe.connect(*origin_of(proxy)[1:])
+        if origin[0] == 'http':
+            return True
+        con = http.client.HTTPConnection(*origin[1:])
+        con.sock = pipe
+        con.request('CONNECT', place, None, dict(
+            _login_of(proxy, 'Proxy-Authorization'), Host=place))
+        status = con.getresponse().status
+        if status != 200:
+            raise UpstreamError('http_status', '%s refused to connect to %s: '
+                                'HTTP %d' % (pipe.place, place, status))
+        pipe.place = place
+        return False
+
+
 # ==========================================================================
 # 18. sync: the one thing that looks at servers (contract 9, 10)
 # ==========================================================================
-
-
-class Dialogue:
-    """Drives one conversation of section 8 over one link.
-
-    opening, ending: monotonic deadlines of the first reply and of all.
-    """
-
-    def __init__(self, link, server, opening, ending):
-        self.link, self.server = link, server
-        self.opening, self.ending = opening, ending
-        self.start = link.world.clock()
-        self.number = 0         # of the request that is waited for
-        self.noise = 0          # lines that were not messages
-        self.noise_bytes = 0
-        self.is_list_changed = False
-        self.is_open = False    # a first reply has come
-
-    def run(self, era):
-        """Converse to the end: the Listing. Raises UpstreamError."""
-        steps, reply = explore(era, self.server.client), None
-        try:
-            while True:
-                step = steps.send(reply)
-                reply = self._do(step)
-        except StopIteration as end:
-            return end.value
-        finally:
-            steps.close()
-
-    def _do(self, step):
-        if step.params == TELL:
-            return self.link.send(encode_message({'method': step.method}))
-        if step.params == SETTLE:
-            return self._settle()
-        self.number += 1
-        if step.method == 'tools/list' and 'cursor' not in step.params:
-            self.is_list_changed = False
-        self.link.send(encode_message({
-            'id': self.number, 'method': step.method,
-            'params': step.params}))
-        deadline = self.ending if self.is_open else self.opening
-        while True:
-            message = self._next(deadline)
-            if message is None:
-                spent = self.link.world.clock() - self.start
-                raise UpstreamError('timeout', 'no answer to %s within %s' % (
-                    step.method, format_duration(int(spent * 1000))))
-            if is_reply_to(message, self.number):
-                self.is_open = True
-                return message
-
-    def _next(self, deadline):
-        """Give the next message; requests of the server are answered."""
-        line = self.link.receive(deadline)
-        while line is not None:
-            message = decode_line(line, self.number)
-            if message is not None:
-                if message.get('method') == \
-                        'notifications/tools/list_changed':
-                    self.is_list_changed = True
-                reply = answer_request(message, self.server.client,
-                                       self.server.base)
-                if reply:
-                    self.link.send(encode_message(reply))
-                return message
-            self._count_noise(line)
-            line = self.link.receive(deadline)
-        return None
-
-    def _count_noise(self, line):
-        self.noise += 1
-        self.noise_bytes += len(line)
-        if not self.is_open and (self.noise > MAX_NOISE_LINES
-                                 or self.noise_bytes > MAX_NOISE_BYTES):
-            raise UpstreamError('protocol', '%s on stdout and no message'
-                                % plural(self.noise, 'non-protocol line'))
-
-    def _settle(self):
-        """After a list_changed: wait until it is quiet, list once more."""
-        if not self.is_list_changed:
-            return False
-        quiet, now = QUIET_MS / 1000, self.link.world.clock()
-        end = min(self.ending, now + 10 * quiet)
-        while self._next(min(end, self.link.world.clock() + quiet)):
-            pass
-        return True
 
 
 def _child_link(server, environ, world):
@@ -3880,33 +4404,423 @@ def _child_link(server, environ, world):
     return ChildLink([command] + list(server.args), cwd, env, world)
 
 
-def _stderr_of(link, secrets):
+class Talk:
+    """One way to exchange messages with a server; here are its defaults.
+
+    ask() sends a request and yields what comes, until the reply or, in an
+    error or at the deadline, the end. tell() sends what has no reply.
+    listen() yields what comes unasked until a deadline. close() ends it.
+    """
+
+    tail, noise = b'', 0        # the end of stderr; lines that were noise
+    is_open = False             # a first reply has come
+    status, version = 0, ''     # of the last HTTP answer; agreed upon
+
+    def open(self):
+        """Start what has to be started."""
+
+    def renew(self):
+        """Forget a session that the server has forgotten, once."""
+        return False
+
+
+class ChildTalk(Talk):
+    """Messages with a child process, one a line."""
+
+    def __init__(self, server, world):
+        self.world, self.number, self.noise_bytes = world, None, 0
+        self.link = _child_link(server, world.env, world)
+
+    def open(self):
+        """Start the server."""
+        self.link.open()
+
+    @property
+    def tail(self):
+        """Give the end of the server's stderr."""
+        return self.link.tail
+
+    def tell(self, message, deadline):
+        """Send a message that has no reply."""
+        self.link.send(encode_message(message))
+
+    def ask(self, message, deadline):
+        """Send a request; yield the messages that come."""
+        self.number = message['id']
+        self.tell(message, deadline)
+        return self.listen(deadline)
+
+    def listen(self, deadline):
+        """Yield the messages that come until the deadline."""
+        line = self.link.receive(deadline)
+        while line is not None:
+            message = decode_line(line, self.number)
+            if message is None:
+                self._count_noise(line)
+            else:
+                yield message
+            line = self.link.receive(deadline)
+
+    def _count_noise(self, line):
+        self.noise += 1
+        self.noise_bytes += len(line)
+        if not self.is_open and (self.noise > MAX_NOISE_LINES
+                                 or self.noise_bytes > MAX_NOISE_BYTES):
+            raise UpstreamError('protocol', '%s on stdout and no message'
+                                % plural(self.noise, 'non-protocol line'))
+
+    def close(self):
+        """End the server and all that it started."""
+        self.link.close()
+
+
+class EventStream:
+    """The events of one HTTP answer, while it arrives."""
+
+    def __init__(self, reply, deadline):
+        self.reply, self.deadline = reply, deadline
+        self.parser, self.events = SseParser(), []
+
+    def next(self):
+        """Give the next (type, data), None at the end of the stream."""
+        while not self.events:
+            chunk = self.reply.chunk(self.deadline)
+            self.events = self.parser.feed(chunk)
+            if not self.events and self.parser.is_held() and decode_line(
+                    b'\n'.join(self.parser.data), None):
+                # A whole message whose event some servers never end.
+                self.events = self.parser.feed(b'\n\n')
+            if not chunk and not self.events:
+                return None
+        return self.events.pop(0)
+
+    def messages(self, number):
+        """Yield the messages until the end of the stream."""
+        for kind, data in iter(self.next, None):
+            message = decode_line(data, number) if kind == 'message' else None
+            if message:
+                yield message
+
+
+class HttpTalk(Talk):
+    """Streamable HTTP: every message of ours is a POST of its own."""
+
+    def __init__(self, server, world):
+        self.server, self.world = server, world
+        self.link, self.url = HttpLink(world), server.url
+        self.session, self.is_renewed = '', False
+
+    def send(self, method, deadline, message=None, last_id=''):
+        """Send one HTTP request: the HttpReply, whatever its status."""
+        ours = {'Accept': 'text/event-stream'}
+        if message:
+            ours = {'Accept': 'application/json, text/event-stream',
+                    'Content-Type': 'application/json'}
+        if last_id:
+            ours['Last-Event-ID'] = last_id
+        if self.session and (message or {}).get('method') != 'initialize':
+            ours['Mcp-Session-Id'] = self.session
+        reply = self.link.request(
+            method, self.url, merge_headers(
+                self.server.headers, ours,
+                mcp_headers(message or {}, self.version)),
+            encode_message(message) if message else None, deadline)
+        self.status = reply.status
+        return reply
+
+    def tell(self, message, deadline):
+        """Send what has no reply; if that failed, the next request says."""
+        try:
+            self.send('POST', deadline, message).close()
+        except UpstreamError as exc:
+            if exc.cause == 'timeout':
+                raise
+
+    def ask(self, message, deadline):
+        """Send a request; yield the messages of its answer."""
+        reply = self.send('POST', deadline, message)
+        try:
+            if reply.status == 200 and (
+                    media_type(reply.headers) == 'text/event-stream'):
+                found = self._stream(reply, message['id'], deadline)
+            else:
+                found = [self._whole(reply, message['id'], deadline)]
+            for got in found:
+                self._adopt(message, got, reply)
+                yield got
+        finally:
+            reply.close()
+        raise UpstreamError('protocol', 'the answer to %s ended without a '
+                            'reply' % message['method'])
+
+    def _adopt(self, message, got, reply):
+        """Take the session and version that a good initialize names."""
+        result = got.get('result')
+        if (message['method'] != 'initialize' or reply.status != 200
+                or not is_table(result)):
+            return
+        session = reply.headers.get('mcp-session-id', '')
+        self.session = session if re.match(r'[\x21-\x7e]+\Z',
+                                           session) else ''
+        spoken = result.get('protocolVersion')
+        self.version = spoken if spoken in HANDSHAKE_VERSIONS else ''
+
+    def _whole(self, reply, number, deadline):
+        """Read a reply that is one JSON message."""
+        status, body, message = reply.status, b'', None
+        if status == 200 or 400 <= status < 500 and not (
+                status in FINAL_STATUSES or status == 404 and self.session):
+            body = reply.body(deadline)
+            message = decode_line(body, number)
+        if message and status == 200:
+            return message
+        if message and message.get('error') is not None:
+            return dict(message, id=number)     # such an id may be anything
+        if status == 200:
+            raise UpstreamError(
+                'protocol', 'the answer (%s) is no JSON-RPC message'
+                % (media_type(reply.headers) or 'of no type'))
+        raise self.refusal(reply, body, deadline)
+
+    def refusal(self, reply, body, deadline):
+        """Make the error for a status; a 401 tells who signs in."""
+        exc = status_error(reply.status, reply.headers,
+                           has_credential(self.server), body)
+        if reply.status == 401:
+            issuers = self._find_issuers(reply, min(
+                deadline, self.world.clock() + METADATA_MS / 1000))
+            if issuers:
+                exc.args = ('%s; its authorization server is %s' % (
+                    exc, ', '.join(issuers)),)
+        return exc
+
+    def _find_issuers(self, reply, deadline):
+        """Look up who signs in: GETs, without credentials."""
+        for url in metadata_urls(self.server.url,
+                                 bearer_challenge(reply.headers)):
+            try:
+                found = self.link.request(
+                    'GET', url, {'Accept': 'application/json'}, None,
+                    deadline)
+                try:
+                    if found.status == 200:
+                        return read_issuers(found.body(deadline))
+                finally:
+                    found.close()
+            except UpstreamError:
+                pass            # the 401 is the finding
+        return []
+
+    def _stream(self, reply, number, deadline):
+        """Yield the messages of an event stream; resume one cut short."""
+        for tries in (2, 1, 0):
+            stream = EventStream(reply, deadline)
+            try:
+                yield from stream.messages(number)
+            finally:
+                reply.close()
+            last, wait = stream.parser.last_id, stream.parser.retry
+            if not (last and tries):
+                return
+            self._pause(deadline, RETRY_MS if wait is None else wait)
+            reply = self.send('GET', deadline, last_id=last)
+            if reply.status != 200:
+                return
+
+    def _pause(self, deadline, wait_ms):
+        end = min(deadline, self.world.clock() + wait_ms / 1000)
+        while self.world.clock() < end and not self.world.stop:
+            self.world.sleep(min(0.05, wait_ms / 1000))
+
+    def listen(self, deadline):
+        """Yield nothing until the deadline: nothing comes unasked."""
+        self._pause(deadline, QUIET_MS)
+        return iter(())
+
+    def renew(self):
+        """Forget a session that the server has forgotten, once."""
+        if self.status != 404 or not self.session or self.is_renewed:
+            return False
+        self.session, self.version, self.is_renewed = '', '', True
+        return True
+
+    def close(self):
+        """End the session; what the server says to that is no matter."""
+        try:
+            if self.session:
+                self.send('DELETE', self.world.clock()
+                          + GRACE_MS / 1000).close()
+        except (UpstreamError, Interrupted):
+            pass
+
+
+class SseTalk(HttpTalk):
+    """The older HTTP+SSE: we post messages, replies come on one stream."""
+
+    stream = None
+
+    def _open(self, deadline):
+        from urllib.parse import urljoin
+        reply = self.send('GET', deadline)
+        self.stream = EventStream(reply, min(
+            deadline, self.world.clock() + ENDPOINT_MS / 1000))
+        if reply.status != 200 or (
+                media_type(reply.headers) != 'text/event-stream'):
+            raise self.refusal(reply, b'', deadline)
+        for kind, data in iter(self.stream.next, None):
+            if kind != 'endpoint':
+                continue
+            try:
+                self.url = urljoin(reply.url, data.decode('utf-8').strip())
+                if origin_of(self.url) == origin_of(reply.url):
+                    return
+            except ValueError:
+                pass
+            raise UpstreamError('protocol', 'its endpoint event names '
+                                'another origin: %s' % plain_url(self.url))
+        raise UpstreamError('protocol', 'the event stream names no endpoint')
+
+    def ask(self, message, deadline):
+        """Post a request; yield the messages that come on the stream."""
+        if self.stream is None:
+            self._open(deadline)
+        reply = self.send('POST', deadline, message)
+        reply.close()
+        if not 200 <= reply.status < 300:
+            raise self.refusal(reply, b'', deadline)
+        self.stream.deadline = deadline
+        for got in self.stream.messages(message['id']):
+            self._adopt(message, got, self.stream.reply)
+            yield got
+        raise UpstreamError('protocol', 'the event stream ended')
+
+    def close(self):
+        """Close the stream, and so the session."""
+        if self.stream:
+            self.stream.reply.close()
+
+
+TALKS = {'stdio': ChildTalk, 'http': HttpTalk, 'sse': SseTalk}
+
+
+class Dialogue:
+    """Drives one conversation of section 8, whatever carries it.
+
+    opening, ending: monotonic deadlines of the first reply and of all.
+    """
+
+    def __init__(self, talk, server, opening, ending):
+        self.talk, self.server = talk, server
+        self.opening, self.ending = opening, ending
+        self.start = talk.world.clock()
+        self.number = 0         # of the request that is waited for
+        self.is_list_changed = False
+
+    def run(self, era):
+        """Converse to the end: the Listing. Raises UpstreamError."""
+        try:
+            return self._converse(era)
+        except UpstreamError:
+            if not self.talk.renew():
+                raise
+        return self._converse(era)
+
+    def _converse(self, era):
+        steps, reply = explore(era, self.server.client), None
+        try:
+            while True:
+                reply = self._do(steps.send(reply))
+        except StopIteration as end:
+            return end.value
+        finally:
+            steps.close()
+
+    def _do(self, step):
+        try:
+            if step.params == TELL:
+                return self.talk.tell({'method': step.method}, self.ending)
+            if step.params == SETTLE:
+                return self._settle()
+            return self._ask(step)
+        except UpstreamError as exc:
+            if exc.cause == 'timeout':
+                spent = self.talk.world.clock() - self.start
+                exc.args = ('%s to %s within %s' % (
+                    exc, step.method, format_duration(int(spent * 1000))),)
+            raise
+
+    def _ask(self, step):
+        """Send a request and give its reply, before the deadline."""
+        self.number += 1
+        if step.method == 'tools/list' and 'cursor' not in step.params:
+            self.is_list_changed = False
+        messages = self.talk.ask(
+            {'id': self.number, 'method': step.method,
+             'params': step.params},
+            self.ending if self.talk.is_open else self.opening)
+        try:
+            for message in messages:
+                self._hear(message)
+                if is_reply_to(message, self.number):
+                    self.talk.is_open = True
+                    return message
+        finally:
+            messages.close()
+        raise UpstreamError('timeout', 'no answer')
+
+    def _hear(self, message):
+        """Note that the list changed; answer what the server asks."""
+        if message.get('method') == 'notifications/tools/list_changed':
+            self.is_list_changed = True
+        reply = answer_request(message, self.server.client,
+                               self.server.base)
+        if reply:
+            self.talk.tell(reply, self.ending)
+
+    def _settle(self):
+        """After a list_changed: wait until it is quiet, list once more."""
+        if not self.is_list_changed:
+            return False
+        quiet, now = QUIET_MS / 1000, self.talk.world.clock()
+        end = min(self.ending, now + 10 * quiet)
+        while True:
+            for message in self.talk.listen(
+                    min(end, self.talk.world.clock() + quiet)):
+                self._hear(message)
+                break
+            else:
+                return True
+
+
+def _stderr_of(talk, secrets):
     """Give the end of stderr, masked.
 
     Masked before it is cut: half a secret would not be recognized.
     """
-    tail = link.tail.decode('utf-8', 'replace') if link else ''
+    tail = talk.tail.decode('utf-8', 'replace') if talk else ''
     return redact(tail, secrets)[-STDERR_TAIL_BYTES:]
 
 
-def _failure(exc, link, secrets):
+def _failure(exc, talk, secrets):
     """Word a failure, with the last line a dying server wrote."""
-    detail, tail = redact(str(exc), secrets), _stderr_of(link, secrets)
+    detail, tail = redact(str(exc), secrets), _stderr_of(talk, secrets)
     lines = [line.strip() for line in tail.splitlines() if line.strip()]
     if exc.cause in ('exited', 'timeout') and lines:
         detail += '; last stderr: ' + lines[-1][:300]
-    return Observation('error', exc.cause, detail, None, None, 0, None, {},
+    state = 'pending_auth' if isinstance(exc, LoginNeeded) else 'error'
+    return Observation(state, exc.cause, detail, None, None, 0, None, {},
                        [], tail)
 
 
 def secrets_of(server, plain, environ):
     """List the values of a server that must never be shown.
 
-    Those of env and headers, but for what chooses code, and of variables
-    elsewhere that are no paths. plain: the server expanded.
+    Those of env, headers and URL, but for what chooses code, and of
+    variables elsewhere that are no paths. plain: the server expanded.
     """
     texts = list(plain.env.values()) + list(plain.headers.values())
     words = {text.split(' ')[-1] for text in texts if text}
+    words.update(url_secrets(plain.url))
     words -= set(launch_value(plain)['env'].values())
     for text in texts_of(server).values():
         for name in re.findall(r'\$\{(?:env:)?(%s)' % NAME, text):
@@ -3914,35 +4828,60 @@ def secrets_of(server, plain, environ):
     return [word for word in words if len(word) >= 4 and word[0] != '/']
 
 
-def _observation(listing, dialogue, link, secrets):
+def _observation(listing, talk, secrets):
     tools, warnings = read_tools(listing.tools)
-    if dialogue.noise:
+    if talk.noise:
         warnings.insert(0, '%s on stdout' % plural(
-            dialogue.noise, 'non-protocol line'))
+            talk.noise, 'non-protocol line'))
     refused = {tool.name: tool.flaw for tool in tools
                if tool.flaw.startswith('definition refused')}
     return Observation('ready', '', '', listing.protocol, listing.era,
                        min(listing.ttl, MAX_TTL_MS), tools, refused,
-                       warnings, _stderr_of(link, secrets))
+                       warnings, _stderr_of(talk, secrets))
 
 
-def _look_once(server, era, deadlines, world, secrets):
-    link, dialogue = None, None
+def _ways(server, era):
+    """List the (transport, era) pairs to try, in order."""
+    kind = server.transport
+    eras = ['handshake', 'modern'] if kind == 'stdio' else ['handshake']
+    if era == 'modern' and kind != 'sse':
+        eras = ['modern', 'handshake']
+    if kind == 'auto':
+        return [('http', each) for each in eras] + [('sse', 'handshake')]
+    return [(kind, each) for each in eras]
+
+
+def _is_misled(exc, talk, era):
+    """Tell whether the next way may do better than one that failed.
+
+    So it is for a server that died on the first message, for one that has
+    left the era remembered of it, and for one that refuses our POST as the
+    older HTTP+SSE does.
+    """
+    if exc.cause == 'exited' or talk is None:
+        return talk is not None and not talk.is_open
+    if era == 'modern':
+        return exc.cause in ('protocol', 'http_status')
+    return talk.status in SSE_STATUSES and not talk.version
+
+
+def _look_once(server, way, deadlines, world, secrets):
+    """Look one way: (Observation, True if the next may do better)."""
+    talk = None
     try:
-        link = _child_link(server, world.env, world)
-        dialogue = Dialogue(link, server, *deadlines)
-        link.open()
-        listing = dialogue.run(era)
-        return _observation(listing, dialogue, link, secrets), False
+        talk = TALKS[way[0]](server, world)
+        talk.open()
+        listing = Dialogue(talk, server, *deadlines).run(way[1])
+        return _observation(listing, talk, secrets), False
     except UpstreamError as exc:
-        is_early = exc.cause == 'exited' and not dialogue.is_open
         if exc.cause == 'exited':
-            exc.args = ('%s %s' % (exc, 'before initialize' if is_early
-                                   else 'before its list was complete'),)
-        return _failure(exc, link, secrets), is_early
+            exc.args = ('%s before %s' % (
+                exc, 'its list was complete' if talk.is_open
+                else 'initialize'),)
+        return _failure(exc, talk, secrets), _is_misled(exc, talk, way[1])
     finally:
-        if link:
-            link.close()
+        if talk:
+            talk.close()
 
 
 def observe_server(server, era, deadlines, world):
@@ -3950,9 +4889,7 @@ def observe_server(server, era, deadlines, world):
 
     deadlines: seconds on the monotonic clock by which the first reply must
     be there, and the list complete. What is started is ended before this
-    returns. A server that dies on the first message of one era is started
-    once more with the other's, and so is one that has left the era that was
-    remembered of it.
+    returns. Of several ways that fail, the first says most.
     """
     plain, missing = expand_server(server, world.env)
     if missing:
@@ -3960,19 +4897,14 @@ def observe_server(server, era, deadlines, world):
             'error', 'unresolved', '%s has no value' % ', '.join(missing)
             if len(missing) == 1 else '%s have no value' % ', '.join(missing),
             None, None, 0, None, {}, [], '')
-    if server.transport != 'stdio':
-        return Observation(
-            'error', 'protocol', 'this version looks at stdio servers only',
-            None, None, 0, None, {}, [], '')
-    secrets = secrets_of(server, plain, world.env)
-    eras = ['handshake', 'modern']
-    if era == 'modern':
-        eras.reverse()
-    first, is_early = _look_once(plain, eras[0], deadlines, world, secrets)
-    if not is_early and (era != 'modern' or first.cause != 'protocol'):
-        return first
-    seen, _ = _look_once(plain, eras[1], deadlines, world, secrets)
-    return seen if seen.state == 'ready' else first
+    first, secrets = None, secrets_of(server, plain, world.env)
+    for way in _ways(plain, era):
+        seen, is_misled = _look_once(plain, way, deadlines, world, secrets)
+        first = first or seen
+        if not is_misled:
+            break
+    return (first if seen.state == 'error' else seen)._replace(
+        expires_at=credential_end(plain.headers))
 
 
 def _link_of(link, digest):
@@ -4060,11 +4992,11 @@ def _row_of(con, row_id, known, plan, seen):
                and bool(plan.approve), 0, notes)
 
 
-def _record_sync(con, row, is_same, now, world):
-    """Leave a record when something changed (contract 8)."""
+def _record_sync(con, row, plan, is_same, now):
+    """Leave a record when something changed, or was approved by itself."""
     def ids(names):
         return ['%s:%s' % (row.server, name) for name in names]
-    if row.baseline or row.added or row.changed or row.vanished or (
+    if plan.approve or row.added or row.changed or row.vanished or (
             not is_same):
         append_record(con, Record(
             'sync', 'cli', now, '', 'operator', 'success'
@@ -4072,7 +5004,7 @@ def _record_sync(con, row, is_same, now, world):
                 'server': row.server, 'state': row.state,
                 'cause': row.cause, 'added': ids(row.added),
                 'changed': ids(row.changed), 'vanished': ids(row.vanished),
-                'baseline': row.baseline}))
+                'approved': ids(plan.approve), 'baseline': row.baseline}))
         bump_generation(con)
 
 
@@ -4107,12 +5039,13 @@ def save_observation(store, known, seen, owner):
             protocol=seen.protocol or kept.protocol,
             era=seen.era or kept.era,
             ttl=seen.ttl if is_listed else kept.ttl,
+            expires_at=seen.expires_at,
             refused=seen.refused if is_listed else kept.refused))
         if is_listed:
             save_tools(con, row_id, plan.rows, plan.gone, now)
             _save_trust(con, known, plan, launches, now)
         row = _row_of(con, row_id, known, plan, seen)
-        _record_sync(con, row, is_same, now, store.world)
+        _record_sync(con, row, plan, is_same, now)
     return row
 
 
@@ -4488,8 +5421,10 @@ def _ready_span(case):
     """Give the instants between which a ready answer stays as it is."""
     link = case.known.connection
     limit = max_age_of(case.known.server, case.question.settings, link.ttl)
-    return (link.observed_at - FUTURE_MS,
-            link.observed_at + (limit or MAX_DURATION_MS))
+    last = link.observed_at + (limit or MAX_DURATION_MS)
+    if link.expires_at is not None:
+        last = min(last, link.expires_at - case.question.horizon - 1)
+    return link.observed_at - FUTURE_MS, last
 
 
 def judge_refs(snap, question):
@@ -4499,7 +5434,8 @@ def judge_refs(snap, question):
     alone: it is repeated as long as it holds.
     """
     pairs, now = [], question.now
-    held = snap.ready.setdefault((question.caller, question.filters), {})
+    held = snap.ready.setdefault((question.caller, question.filters,
+                                  question.horizon), {})
     for ref in question.refs:
         answer, (first, last) = held.get(ref, (None, (0, 0)))
         finding = None
@@ -4566,7 +5502,8 @@ def _question(world, config, options):
         if getattr(options, name))
     return Question(refs, operator(config, options.profile), filters,
                     world.now(), config.settings, world.how,
-                    places_of(world))
+                    places_of(world), parse_duration(options.horizon)
+                    if options.horizon is not None else 0)
 
 
 def _wait(world, store, config, question, wait_ms):
@@ -4625,7 +5562,8 @@ def run_sync(world, config, servers, limit, progress):
         with Store(world.home, world) as store:
             rows = Round(store, config, limit, progress).run(servers)
             keep = config.settings['activity_retention']
-            prune_records(store, world.now() - keep, 'operator')
+            if keep:            # 0 keeps them for ever
+                prune_records(store, world.now() - keep, 'operator')
     finally:
         world.stop.is_deferred = is_deferred
     if world.stop:              # it came when all the looks were done
@@ -4648,12 +5586,14 @@ def tell_sync(world, rows):
 
 
 def _sync_first(world, config, question):
+    """Look at the servers a check names: the names looked at."""
     scope, servers = question.caller.servers, []
     for name in dict.fromkeys(ref.server for ref in question.refs):
         server, _ = look_up(config, name)
         if server and (scope is None or name in scope):
             servers.append(server)
     tell_sync(world, run_sync(world, config, servers, None, no_progress))
+    return {server.name for server in servers}
 
 
 def cmd_preflight(world, options):
@@ -4671,9 +5611,10 @@ def cmd_preflight(world, options):
         raise UsageError('--request-id takes 1 to 256 of A-Z a-z 0-9 _ -')
     config = load_config(world)
     question = _question(world, config, options)
-    warn_of(world, config, {ref.server for ref in question.refs})
+    names, looked_at = {ref.server for ref in question.refs}, set()
     if options.sync:
-        _sync_first(world, config, question)
+        looked_at = _sync_first(world, config, question)
+    warn_of(world, config, names - looked_at)
     with Store(world.home, world) as store:
         waited, told = None, []
         if wait_ms:
@@ -4823,7 +5764,7 @@ def _diff(con, server, tool, how):
     name = '%s:%s' % (server.name, tool.name)
     token = review_token(tool.hash, tool.hints) if tool.hash else None
     approve = None
-    if token:
+    if token and tool.listed:
         approve = command_line(how, 'tools approve --expect ' + token, name)
     return {
         'id': name, 'status': status, 'why': why or None,
@@ -4856,9 +5797,13 @@ def _to_approve(con, config, options, world):
         names = [] if options.server is None else [options.server.strip()]
         for server in _selected(config, names):
             tools, _ = _tools_of(con, config, server)
-            found += [(server, tools[name]) for name in sorted(tools)
-                      if tools[name].listed
-                      and tool_status(tools[name])[0] != APPROVED]
+            for name in sorted(tools):
+                if tools[name].flaw and tools[name].listed:
+                    world.tell('left out: %s:%s cannot be approved: %s' % (
+                        server.name, name, tools[name].flaw))
+                elif tools[name].listed and tool_status(
+                        tools[name])[0] != APPROVED:
+                    found.append((server, tools[name]))
     for server, tool in found:
         name = json.dumps('%s:%s' % (server.name, tool.name))
         if tool.flaw:
@@ -5053,11 +5998,11 @@ def cmd_servers_show(world, options):
     row['launch_digest'] = known.launch
     row['launch_known'] = known.launch in launches
     row['trust_mode'] = server.trust_mode
-    row['max_age'] = format_duration(max_age_of(
-        server, config.settings, link.ttl if link else 0))
+    limit = max_age_of(server, config.settings, link.ttl if link else 0)
+    row['max_age'] = format_duration(limit) if limit else '0 (never stale)'
     for key in ('detail', 'protocol', 'era', 'stderr'):
         row[key] = (getattr(link, key) or None) if link else None
-    for key in ('since', 'listed_at'):
+    for key in ('since', 'listed_at', 'expires_at'):
         at = getattr(link, key) if link else None
         row[key] = format_time(at) if at is not None else None
     row['refused'] = link.refused if link else {}
@@ -5253,6 +6198,8 @@ def cmd_token_revoke(world, options):
 def _filters_of(options):
     def instant(text):
         return parse_time(text) if text is not None else None
+    if options.status not in (None, 'success', 'blocked'):
+        raise UsageError('the status of a record is success or blocked')
     return {'type': options.type, 'status': options.status,
             'actor': getattr(options, 'actor', None),
             'request_id': options.request_id,
@@ -5316,6 +6263,9 @@ def cmd_activity_prune(world, options):
         keep = parse_duration(options.older_than)
     else:
         keep = load_config(world).settings['activity_retention']
+        if not keep:
+            raise UsageError('activity_retention is 0, which keeps records '
+                             'for ever; give --older-than')
     with Store(world.home, world) as store:
         return {'removed': prune_records(store, world.now() - keep,
                                          'operator')}
@@ -7289,7 +8239,8 @@ CHECK_OPTIONS = (
           action='append'),
     _flag('--read-only-only', 'readOnlyHint must be true'),
     _flag('--exclude-destructive', 'read-only, or destructiveHint false'),
-    _flag('--exclude-open-world', 'openWorldHint must be false'))
+    _flag('--exclude-open-world', 'openWorldHint must be false'),
+    _text('--horizon', 'D', 'a credential must be good for so long'))
 
 
 def _rows(*columns):
@@ -7603,9 +8554,10 @@ def _started_how(options, env):
     words += ['--home', home] if home else []
     for path in _configs(options, env):
         words += ['--config', path]
-    for name in ('dialect', 'workspace'):
+    for name in ('dialect', 'workspace', 'ca_file'):
         value = getattr(options, name)
-        words += ['--' + name, value] if value else []
+        words += (['--' + name.replace('_', '-'), value] if value
+                  else [])
     return ' '.join(map(shell_word, words))
 
 
@@ -7648,6 +8600,9 @@ def make_world(options, stops):
     env = dict(os.environ)
     if options.home == '' or options.workspace == '':
         raise UsageError('--home and --workspace must not be empty')
+    if options.ca_file is not None and not os.path.isfile(options.ca_file):
+        raise UsageError('--ca-file %s is not a file'
+                         % json.dumps(options.ca_file))
     if options.dialect is not None and options.dialect not in DIALECTS:
         raise UsageError('unknown dialect %s; known: %s' % (
             json.dumps(options.dialect), ', '.join(sorted(DIALECTS))))
@@ -7658,7 +8613,8 @@ def make_world(options, stops):
         now=lambda: int(time.time() * 1000), clock=time.monotonic,
         sleep=time.sleep, random=os.urandom, stop=stops, ask=_ask,
         tell=print_line,
-        is_terminal=sys.stdout is not None and sys.stdout.isatty())
+        is_terminal=sys.stdout is not None and sys.stdout.isatty(),
+        ca_file=os.path.abspath(options.ca_file) if options.ca_file else '')
 
 
 def show_progress(done, total, names):

@@ -4255,8 +4255,7 @@ class Test15Store(WorldCase):
     def test_a_close_waits_for_the_lock_as_a_write_does(self):
         self.patch('BUSY_TIMEOUT_MS', 60)
         store = self.store()
-        with store.read():
-            pass
+        self.addCleanup(store.connect().close)
         lock = pf.FileLock(store.lock.path, self.world())
         self.addCleanup(lock.close)
         with lock:
@@ -5949,6 +5948,1448 @@ class Test18Trust(SyncCase):
 
 
 # ==========================================================================
+# 8. wire: what HTTP adds
+# ==========================================================================
+
+
+class Test08Sse(unittest.TestCase):
+    """Event streams, cut as browsers cut them."""
+
+    CASES = (
+        ('lines end in LF', b'data: a\n\n', [('message', b'a')]),
+        ('in CRLF', b'data: a\r\n\r\n', [('message', b'a')]),
+        ('in CR', b'data: a\r\r', [('message', b'a')]),
+        ('all three in turn', b'data: a\rdata: b\r\ndata: c\n\r',
+         [('message', b'a\nb\nc')]),
+        ('a byte order mark', b'\xef\xbb\xbfdata: a\n\n',
+         [('message', b'a')]),
+        ('only at the start', b'\n\xef\xbb\xbfdata: a\n\n', []),
+        ('one blank is removed', b'data:  a\n\n', [('message', b' a')]),
+        ('no blank', b'data:a\n\n', [('message', b'a')]),
+        ('data joins by lines', b'data: a\ndata\ndata: b\n\n',
+         [('message', b'a\n\nb')]),
+        ('a type', b'event: endpoint\ndata: /x\n\n', [('endpoint', b'/x')]),
+        ('which ends with its event', b'event: x\n\ndata: a\n\n',
+         [('message', b'a')]),
+        ('comments', b': hi\n:\ndata: a\n: no\n\n', [('message', b'a')]),
+        ('unknown fields', b'foo: x\ndata: a\nbar\n\n', [('message', b'a')]),
+        ('a colon in the data', b'data: a:b\n\n', [('message', b'a:b')]),
+        ('empty data', b'id: 1\ndata:\n\n', [('message', b'')]),
+        ('no data, no event', b'event: x\nid: 1\n\n', []),
+        ('two events', b'data: a\n\ndata: b\n\n',
+         [('message', b'a'), ('message', b'b')]),
+        ('an end is missing', b'data: a\n\ndata: b\n', [('message', b'a')]),
+    )
+
+    def parse(self, *chunks):
+        """Feed chunks to a parser; returns it and the events."""
+        parser, events = pf.SseParser(), []
+        for chunk in chunks:
+            events += parser.feed(chunk)
+        return parser, events
+
+    def test_events(self):
+        for what, stream, events in self.CASES:
+            with self.subTest(what):
+                self.assertEqual(self.parse(stream)[1], events)
+
+    def test_events_wherever_the_stream_is_cut(self):
+        for what, stream, events in self.CASES:
+            with self.subTest(what):
+                single = [stream[n:n + 1] for n in range(len(stream))]
+                self.assertEqual(self.parse(*single)[1], events)
+                for at in range(1, len(stream)):
+                    self.assertEqual(
+                        self.parse(stream[:at], stream[at:])[1], events, at)
+
+    def test_id_counts_once_its_event_has_ended(self):
+        for stream, last in ((b'id: 7\n\n', '7'), (b'id: 7\ndata: a\n', ''),
+                             (b'id: 7\n\nid\n\n', ''),
+                             (b'id: 7\n\nid: 8\0\n\n', '7')):
+            with self.subTest(stream):
+                self.assertEqual(self.parse(stream)[0].last_id, last)
+
+    def test_retry_takes_digits_only(self):
+        for text, wait in ((b'250', 250), (b'1s', None), (b'-1', None),
+                           (b'', None), (b'9' * 4000, 999999999)):
+            with self.subTest(text):
+                self.assertEqual(
+                    self.parse(b'retry: %s\n' % text)[0].retry, wait)
+
+    def test_event_larger_than_a_message_may_be_is_refused(self):
+        piece = b'data: ' + b'x' * (1 << 20) + b'\n'
+        with self.assertRaises(pf.UpstreamError) as caught:
+            self.parse(*[piece] * 17)
+        self.assertIn('larger than', str(caught.exception))
+        with self.assertRaises(pf.UpstreamError):
+            self.parse(*[b'x' * (1 << 20)] * 17)
+
+    def test_comments_and_ended_events_do_not_count(self):
+        piece = b'x' * (1 << 20)
+        self.parse(*[b': %s\n' % piece] * 17)
+        self.assertEqual(len(self.parse(
+            *[b'data: %s\n\n' % piece] * 17)[1]), 17)
+
+    def test_held_data_lacks_only_the_end_of_its_event(self):
+        for stream, held in ((b'data: a\n', True), (b'data: a', False),
+                             (b'data: a\nda', False), (b'', False),
+                             (b'data: a\n\n', False)):
+            with self.subTest(stream):
+                self.assertIs(self.parse(stream)[0].is_held(), held)
+
+
+def jwt(**claims):
+    """Make a JSON Web Token that nobody signed."""
+    import base64
+    return '.'.join(base64.urlsafe_b64encode(part).decode().rstrip('=')
+                    for part in (b'{"alg":"none"}',
+                                 json.dumps(claims).encode(), b'x'))
+
+
+class Test08Http(unittest.TestCase):
+    """What statuses, headers and tokens mean."""
+
+    def test_challenge(self):
+        for text, found in (
+                ('Bearer', {}), ('', {}),
+                ('bearer error="invalid_token"', {'error': 'invalid_token'}),
+                ('Bearer Scope=a, ERROR = b', {'scope': 'a', 'error': 'b'}),
+                ('Basic realm="x, Bearer error=no", Bearer realm="y"',
+                 {'realm': 'y'}),
+                ('Negotiate YWJj==, Bearer a="1"', {'a': '1'}),
+                ('Negotiate YWJj, Bearer a="1"', {'a': '1'}),
+                (r'Bearer a="say \"hi\", ok"', {'a': 'say "hi", ok'}),
+                ('Bearer a="1", Digest a="2", b="3"', {'a': '1'}),
+                ('Bearer a="1", a="2"', {'a': '1'}),
+                ('Bearer a="1', {})):
+            with self.subTest(text):
+                self.assertEqual(pf.bearer_challenge(
+                    {'www-authenticate': text}), found)
+
+    def test_hostile_challenge_takes_no_time(self):
+        text = 'Bearer ' + 'a="' * 20000 + '\\' * 20000
+        self.assertIsInstance(
+            pf.bearer_challenge({'www-authenticate': text}), dict)
+
+    def test_status(self):
+        later = {'retry-after': '3600'}
+        for status, headers, has, cause, text in (
+                (401, {}, False, '', '401: no credential is configured'),
+                (401, {}, True, '', '401: the credential was refused'),
+                (403, {}, True, '', '403: token lacks rights'),
+                (403, {'www-authenticate': 'Bearer error='
+                       '"insufficient_scope", scope="a b"'}, True, '',
+                 '403: token lacks rights (insufficient_scope, a b)'),
+                (404, {}, True, 'http_status',
+                 'endpoint or session not found (404)'),
+                (429, later, True, 'rate_limited',
+                 'HTTP 429; Retry-After: 3600'),
+                (503, later, True, 'http_status',
+                 'HTTP 503; Retry-After: 3600'),
+                (302, {}, True, 'http_status', 'HTTP 302')):
+            with self.subTest(status=status, has=has):
+                error = pf.status_error(status, headers, has)
+                self.assertEqual((error.cause, str(error)), (cause, text))
+                self.assertIs(isinstance(error, pf.LoginNeeded),
+                              status in (401, 403))
+
+    def test_body_of_a_refusal_is_quoted_unless_it_is_a_page(self):
+        for body, text in ((b'No  such\nversion', 'HTTP 400: No such version'),
+                           (b'<html>400</html>', 'HTTP 400'),
+                           (b'', 'HTTP 400')):
+            with self.subTest(body):
+                self.assertEqual(str(pf.status_error(400, {}, True, body)),
+                                 text)
+
+    def test_protocol_headers(self):
+        meta = {'_meta': {pf.META + 'protocolVersion': '2026-07-28'}}
+        agreed = {'MCP-Protocol-Version': '2025-06-18'}
+        for message, version, headers in (
+                ({'method': 'initialize'}, '', {}),
+                ({'method': 'initialize'}, '2025-06-18', {}),
+                ({'method': 'tools/list', 'params': {}}, '2025-06-18',
+                 agreed),
+                ({'method': 'notifications/initialized'}, '2025-06-18',
+                 agreed),
+                ({'id': 1, 'result': {}}, '2025-06-18', agreed), ({}, '', {}),
+                ({'method': 'tools/list', 'params': meta}, '',
+                 {'MCP-Protocol-Version': '2026-07-28',
+                  'Mcp-Method': 'tools/list'})):
+            with self.subTest(message):
+                self.assertEqual(pf.mcp_headers(message, version), headers)
+
+    def test_media_type(self):
+        for text in ('application/json', 'Application/JSON; Charset=UTF-8',
+                     ' application/json ;x'):
+            self.assertEqual(pf.media_type({'content-type': text}),
+                             'application/json')
+        self.assertEqual(pf.media_type({}), '')
+
+    def test_end_of_a_token(self):
+        at = 1900000000
+        for value, end in (
+                ('Bearer ' + jwt(exp=at), at * 1000),
+                ('bearer  ' + jwt(exp=at + 0.5), at * 1000 + 500),
+                ('Bearer ' + jwt(sub='x'), None),
+                ('Bearer ' + jwt(exp=True), None),
+                ('Bearer ' + jwt(exp='1'), None),
+                ('Bearer ' + jwt(exp=-1), None),
+                ('Bearer ' + jwt(exp=1e300), None),
+                ('Bearer opaque', None), ('Basic ' + jwt(exp=at), None),
+                ('Bearer a.b.c', None), ('Bearer a.WzFd.c', None), ('', None)):
+            with self.subTest(value):
+                self.assertEqual(
+                    pf.credential_end({'AUTHORIZATION': value}), end)
+        self.assertIsNone(pf.credential_end({'X': 'Bearer ' + jwt(exp=at)}))
+
+    def test_places_of_metadata(self):
+        known = '/.well-known/oauth-protected-resource'
+        for url, named, places in (
+                ('https://h/a/mcp?k=v', None,
+                 ['https://h%s/a/mcp' % known, 'https://h' + known]),
+                ('https://u:p@h:444/', None, ['https://h:444' + known]),
+                ('https://h/mcp', 'https://as/x', ['https://as/x']),
+                ('https://h/mcp', 'http://as/x', []),
+                ('https://h/mcp', 'https://127.0.0.1/x', []),
+                ('https://h/mcp', 'http://localhost/x', []),
+                ('https://h/mcp', 'file:///etc/passwd', []),
+                ('http://127.0.0.1:1/mcp', 'http://localhost:2/x',
+                 ['http://localhost:2/x']),
+                ('http://h/mcp', None, [])):
+            with self.subTest(url=url, named=named):
+                self.assertEqual(pf.metadata_urls(
+                    url, {'resource_metadata': named} if named else {}),
+                    places)
+
+    def test_issuers(self):
+        for body, found in (
+                (b'{"authorization_servers": ["https://as/t?x=1", 5]}',
+                 ['https://as/t']),
+                (b'{"authorization_servers": {}}', []), (b'[]', []),
+                (b'<html>', []), (b'\xff', []), (b'[' * 5000, [])):
+            with self.subTest(body[:20]):
+                self.assertEqual(pf.read_issuers(body), found)
+
+    def test_secrets_of_a_url(self):
+        for url, found in (
+                ('https://h/mcp', []), ('https://u:pw@h/mcp', ['pw']),
+                ('https://tok@h/mcp', ['tok']),
+                ('https://h/mcp?exaApiKey=zz&tools=a', ['zz']), (None, [])):
+            with self.subTest(url):
+                self.assertEqual(pf.url_secrets(url), found)
+
+    def test_plain_url(self):
+        for url, shown in (
+                ('https://u:p@H:443/a?k=v#f', 'https://h/a'),
+                ('http://[::1]:8080/a', 'http://[::1]:8080/a'),
+                ('ftp://h/a', '(no URL)'), ('http://h:port/', '(no URL)'),
+                ('http://b\u00fccher.test/', 'http://xn--bcher-kva.test/')):
+            with self.subTest(url):
+                self.assertEqual(pf.plain_url(url), shown)
+
+
+# ==========================================================================
+# 17. links: HTTP, against a server on loopback that does as it is told
+# ==========================================================================
+
+WebRequest = namedtuple('WebRequest', 'method path headers message')
+
+
+class WebServer:
+    """Answers each connection by what answer(request) yields, in bytes.
+
+    requests: all that came. A test that forgets to end it is ended itself:
+    it closes with the test case.
+    """
+
+    def __init__(self, answer, host='127.0.0.1', context=None):
+        family = socket.AF_INET6 if ':' in host else socket.AF_INET
+        self.answer, self.context, self.requests = answer, context, []
+        self.is_closed, self.threads = threading.Event(), []
+        self.socket = socket.socket(family)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind((host, 0))
+        self.socket.listen(64)
+        self.port = self.socket.getsockname()[1]
+        self.start(self.accept)
+
+    def start(self, target, *given):
+        """Run a function in a thread of this server."""
+        thread = threading.Thread(target=target, args=given, daemon=True)
+        self.threads.append(thread)
+        thread.start()
+
+    def accept(self):
+        """Take connections until the server is closed."""
+        while True:
+            try:
+                con, _ = self.socket.accept()
+            except OSError:
+                return
+            if self.is_closed.is_set():
+                con.close()
+                return
+            self.start(self.talk, con)
+
+    def talk(self, con):
+        """Serve one connection, for one request."""
+        con.settimeout(10)
+        try:
+            if self.context:
+                con = self.context.wrap_socket(con, server_side=True)
+            with con, con.makefile('rb') as file:
+                request = self.read(file)
+                if not request:
+                    return
+                self.requests.append(request)
+                for piece in self.answer(request):
+                    if self.is_closed.is_set():
+                        return
+                    if callable(piece):     # it takes the connection over
+                        piece(self, con)
+                    else:
+                        con.sendall(piece)
+        except OSError:
+            con.close()
+
+    @staticmethod
+    def read(file):
+        """Read one request; None when there is none."""
+        line = file.readline().decode('latin-1').split(' ')
+        if len(line) < 3:
+            return None
+        headers = {}
+        for row in iter(file.readline, b'\r\n'):
+            name, _, value = row.decode('latin-1').partition(':')
+            headers[name.lower()] = value.strip()
+        body = file.read(int(headers.get('content-length', 0)))
+        return WebRequest(line[0], line[1], headers,
+                       json.loads(body.decode('utf-8')) if body else {})
+
+    def wait(self, seconds):
+        """Sleep, unless the server is closed."""
+        self.is_closed.wait(seconds)
+
+    def close(self):
+        """End the server and its threads."""
+        self.is_closed.set()
+        with contextlib.suppress(OSError):
+            socket.create_connection(self.socket.getsockname()[:2],
+                                     1).close()
+        self.socket.close()
+        for thread in self.threads:
+            thread.join(10)
+
+    @property
+    def methods(self):
+        """List what was asked for: MCP methods, or those of HTTP."""
+        return [request.message.get('method') or request.method
+                for request in self.requests]
+
+
+def web_reply(status=200, body=b'', kind='application/json', **headers):
+    """Write an HTTP answer whose length is known."""
+    if not isinstance(body, bytes):
+        body = json.dumps(body).encode()
+    lines = ['HTTP/1.1 %d Whatever' % status,
+             'Content-Length: %d' % len(body)]
+    lines += ['Content-Type: ' + kind] if kind else []
+    lines += ['%s: %s' % (name.replace('_', '-'), value)
+              for name, value in headers.items()]
+    return '\r\n'.join(lines + ['', '']).encode('latin-1') + body
+
+
+def web_stream(*pieces):
+    """Write an event stream of messages (dicts) and of bytes as they are."""
+    yield (b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; '
+           b'charset=utf-8\r\n\r\n')
+    for piece in pieces:
+        yield (piece if isinstance(piece, bytes) or callable(piece)
+               else b'data: %s\n\n' % json.dumps(piece).encode())
+
+
+def web_result(request, version=None, tools=None):
+    """Give the right JSON-RPC message for a request."""
+    if request.message['method'] == 'initialize':
+        value = {'protocolVersion': version or
+                 request.message['params']['protocolVersion'],
+                 'capabilities': {'tools': {}}, 'serverInfo': {}}
+    elif request.message['method'] == 'server/discover':
+        value = {'supportedVersions': ['2026-07-28'],
+                 'capabilities': {'tools': {}}}
+    else:
+        value = {'tools': [tool()] if tools is None else tools}
+    return {'jsonrpc': '2.0', 'id': request.message['id'], 'result': value}
+
+
+def web_error(request, code, message, **data):
+    """Give a JSON-RPC error for a request."""
+    return {'jsonrpc': '2.0', 'id': request.message.get('id'),
+            'error': {'code': code, 'message': message, 'data': data}}
+
+
+def web_script(**special):
+    """Make an answer of a good server; special: by MCP or HTTP method.
+
+    'tools/list' and the like are written with _ for the slash.
+    """
+    def answer(request):
+        name = request.message.get('method') or request.method
+        found = special.get(name.replace('/', '_'))
+        if found is not None:
+            found = found(request) if callable(found) else found
+            return [found] if isinstance(found, bytes) else found
+        if 'id' in request.message and 'method' in request.message:
+            return [web_reply(200, web_result(request))]
+        return [web_reply(202 if request.method == 'POST' else 405)]
+    return answer
+
+
+def web_hang(server, con):
+    """Keep a connection open and say no more."""
+    server.wait(10)
+
+
+def web_drip(data):
+    """Make something that sends data again and again, for ever."""
+    def send(server, con):
+        while not server.is_closed.is_set():
+            con.sendall(data)
+            server.wait(0.01)
+    return send
+
+
+CA_CERT = '''\
+-----BEGIN CERTIFICATE-----
+MIIBrDCCAVKgAwIBAgIBBzAKBggqhkjOPQQDAjAsMRgwFgYDVQQKDA9UZXN0IElu
+c3BlY3Rpb24xEDAOBgNVBAMMB1Rlc3QgQ0EwIBcNMjAwMTAxMDAwMDAwWhgPMjEy
+MDAxMDEwMDAwMDBaMCwxGDAWBgNVBAoMD1Rlc3QgSW5zcGVjdGlvbjEQMA4GA1UE
+AwwHVGVzdCBDQTBZMBMGByqGSM49AgEGCCqGSM49AwEHA0IABJ4OqYwpROtMlYET
+wVIJ0fLvN0mi+vterxILqQvWnVGAe/Y4V8h5bjGIzl3nWSd5OB8IVUtvbxl2F38E
+WB6fzDGjYzBhMA8GA1UdEwEB/wQFMAMBAf8wHQYDVR0OBBYEFDc8Glt0QncXMH68
+a1ykQpb5Zj1HMB8GA1UdIwQYMBaAFDc8Glt0QncXMH68a1ykQpb5Zj1HMA4GA1Ud
+DwEB/wQEAwIBhjAKBggqhkjOPQQDAgNIADBFAiEA45qCPS2/edaCp0Pg0iL1xlSP
+JYKCkXaNpyWZt2dYuCMCIC7njvtwKyDqZyvtlbVyfpju5pfRM1jnJaV0jlX2DpBA
+-----END CERTIFICATE-----
+'''
+# For localhost, mcp.test and 127.0.0.1, until 2120; and its key.
+SERVER_CERT = '''\
+-----BEGIN CERTIFICATE-----
+MIIBpzCCAUygAwIBAgIBCDAKBggqhkjOPQQDAjAsMRgwFgYDVQQKDA9UZXN0IElu
+c3BlY3Rpb24xEDAOBgNVBAMMB1Rlc3QgQ0EwIBcNMjAwMTAxMDAwMDAwWhgPMjEy
+MDAxMDEwMDAwMDBaMBMxETAPBgNVBAMMCG1jcC50ZXN0MFkwEwYHKoZIzj0CAQYI
+KoZIzj0DAQcDQgAE5+4A5qhdfbXdPs4FndzDChqznqsSF8Cui9Bwi2mlSIP1E6hy
+dTB0d+OXEwAkDYoqXpfAv0SELxosOgOFf7gk86N2MHQwDAYDVR0TAQH/BAIwADAd
+BgNVHQ4EFgQUdgAI2GGZKgmOzUrifEDzjVdCMq4wHwYDVR0jBBgwFoAUNzwaW3RC
+dxcwfrxrXKRClvlmPUcwJAYDVR0RBB0wG4IJbG9jYWxob3N0gghtY3AudGVzdIcE
+fwAAATAKBggqhkjOPQQDAgNJADBGAiEAzCM/1wblwOJxAkw1Wf4+x4zA3z/B2w0H
+zpJbnz9Axp8CIQDzfU4Xmw8KYR1HPfTCTl2qqsRw7No8+dnzS1mphjS58A==
+-----END CERTIFICATE-----
+-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgLKZ1yanqgOXLZ+5c
+SYyE+063NexWx4lhw/IxnhjFadShRANCAATn7gDmqF19td0+zgWd3MMKGrOeqxIX
+wK6L0HCLaaVIg/UTqHJ1MHR345cTACQNiipel8C/RIQvGiw6A4V/uCTz
+-----END PRIVATE KEY-----
+'''
+
+
+class WebCase(TempCase):
+    """A test with HTTP servers of its own."""
+
+    @classmethod
+    def setUpClass(cls):
+        """Let the servers of a failed test end with it."""
+        super().setUpClass()
+        cls.proxies = dict.fromkeys((
+            'http_proxy', 'https_proxy', 'all_proxy', 'no_proxy',
+            'HTTP_PROXY', 'HTTPS_PROXY', 'ALL_PROXY', 'NO_PROXY'), '')
+
+    def web(self, answer, **more):
+        """Start a server; its URL is web.url. answer: bytes, for any
+        request, or a function of it that gives pieces to send."""
+        server = WebServer(answer if callable(answer)
+                           else lambda request: [answer], **more)
+        self.addCleanup(server.close)
+        host = more.get('host', '127.0.0.1')
+        server.url = 'http%s://%s:%d/mcp' % (
+            's' if more.get('context') else '',
+            '[%s]' % host if ':' in host else host, server.port)
+        return server
+
+    def tls_context(self):
+        """Make what a server needs for https."""
+        import ssl
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.write('server.pem', SERVER_CERT))
+        return context
+
+    def look(self, url, era=None, seconds=10, env=(), world=None, **entry):
+        """Look at a server in this process: the Observation."""
+        world = world or self.world(
+            env=dict(os.environ, **dict(self.proxies, **dict(env))),
+            ca_file=entry.pop('ca_file', ''))
+        self.configure({'s': dict({'url': url}, **entry)})
+        server, why = pf.look_up(pf.load_config(world), 's')
+        self.assertEqual(why, '')
+        end = world.clock() + seconds
+        return pf.observe_server(server, era, (end, end), world)
+
+    def assert_ready(self, seen, names=('echo',)):
+        """Hold a look to have seen these tools."""
+        self.assertEqual((seen.state, seen.cause, seen.detail),
+                         ('ready', '', ''))
+        self.assertEqual([found.name for found in seen.tools], list(names))
+
+    def assert_error(self, seen, cause, *texts):
+        """Hold a look to have failed for this cause, in these words."""
+        self.assertEqual((seen.state, seen.cause, seen.tools),
+                         ('error', cause, None), seen.detail)
+        for text in texts:
+            self.assertIn(text, seen.detail)
+
+
+class Test17Http(WebCase):
+    """Streamable HTTP and the older HTTP+SSE (pitfalls 17 to 24, 61, 66)."""
+
+    def test_conversation(self):
+        web = self.web(web_script(initialize=lambda request: web_reply(
+            200, web_result(request), Mcp_Session_Id='abc')))
+        seen = self.look(web.url, type='http')
+        self.assert_ready(seen)
+        self.assertEqual((seen.protocol, seen.era),
+                         ('2025-11-25', 'handshake'))
+        self.assertEqual(web.methods, [
+            'initialize', 'notifications/initialized', 'tools/list',
+            'DELETE'])
+
+    def test_post_accepts_json_and_event_streams(self):
+        web = self.web(web_script())
+        self.look(web.url)
+        for request in web.requests:
+            self.assertEqual(request.headers['accept'],
+                             'application/json, text/event-stream')
+            self.assertEqual(request.headers['content-type'],
+                             'application/json')
+
+    # -- 17. version --------------------------------------------------------
+
+    def test_version_header_is_on_all_but_initialize(self):
+        web = self.web(web_script(initialize=lambda request: web_reply(
+            200, web_result(request, '2025-06-18'))))
+        self.assert_ready(self.look(web.url))
+        self.assertEqual(
+            [request.headers.get('mcp-protocol-version')
+             for request in web.requests], [None, '2025-06-18', '2025-06-18'])
+
+    def test_unknown_version_ends_the_look(self):
+        web = self.web(web_script(initialize=lambda request: web_reply(
+            200, web_result(request, '2099-01-01'))))
+        self.assert_error(self.look(web.url), 'protocol',
+                          'the server speaks 2099-01-01, we know 2025-11-25')
+
+    def test_refused_version_is_tried_again_with_one_that_is_named(self):
+        def initialize(request):
+            if request.message['params']['protocolVersion'] == '2024-11-05':
+                return web_reply(200, web_result(request))
+            return web_reply(400, web_error(request, -32602, 'Unsupported',
+                                      supported=['2024-11-05']))
+        web = self.web(web_script(initialize=initialize))
+        seen = self.look(web.url)
+        self.assert_ready(seen)
+        self.assertEqual(seen.protocol, '2024-11-05')
+
+    def test_refused_initialize_is_reported_in_the_words_of_the_server(self):
+        web = self.web(web_script(initialize=web_reply(
+            400, b'Unsupported protocol version', 'text/plain')))
+        self.assert_error(self.look(web.url), 'http_status',
+                          'HTTP 400: Unsupported protocol version')
+
+    # -- the modern era -----------------------------------------------------
+
+    def modern(self, code, message, status=400, **special):
+        """Start a server that speaks only 2026-07-28."""
+        return self.web(web_script(initialize=lambda request: web_reply(
+            status, web_error(request, code, message)), **special))
+
+    def test_modern_server(self):
+        for code, status in ((-32020, 400), (-32022, 400), (-32601, 404),
+                             (-32602, 400)):
+            with self.subTest(code):
+                web = self.modern(code, 'Unsupported', status)
+                seen = self.look(web.url)
+                self.assert_ready(seen)
+                self.assertEqual((seen.protocol, seen.era),
+                                 ('2026-07-28', 'modern'))
+                self.assertEqual(
+                    [(request.headers.get('mcp-protocol-version'),
+                      request.headers.get('mcp-method'),
+                      request.headers.get('mcp-name'))
+                     for request in web.requests[1:]],
+                    [('2026-07-28', 'server/discover', None),
+                     ('2026-07-28', 'tools/list', None)])
+
+    def test_remembered_modern_server_is_not_asked_to_initialize(self):
+        web = self.web(web_script())
+        self.assert_ready(self.look(web.url, 'modern'))
+        self.assertEqual(web.methods, ['server/discover', 'tools/list'])
+
+    def test_remembered_modern_server_that_is_no_longer(self):
+        for refusal in (
+                lambda request: web_reply(400, web_error(
+                    request, -32000, 'no')),
+                lambda request: web_reply(405, b''),
+                lambda request: web_reply(200, {
+                    'jsonrpc': '2.0', 'id': request.message['id'],
+                    'result': {'capabilities': {}}})):
+            web = self.web(web_script(server_discover=refusal))
+            seen = self.look(web.url, 'modern')
+            self.assert_ready(seen)
+            self.assertEqual(seen.era, 'handshake')
+
+    # -- 19. sessions and statuses ------------------------------------------
+
+    def sessions(self, expired, **more):
+        """Start a server whose sessions in expired are gone at once."""
+        def initialize(request):
+            number[0] += 1
+            return web_reply(200, web_result(request),
+                         Mcp_Session_Id='s%d' % number[0])
+
+        def listing(request):
+            if request.headers.get('mcp-session-id') in expired:
+                return web_reply(404, web_error(request, -32600, 'Not found'))
+            return web_reply(200, web_result(request))
+        number = [0]
+        return self.web(web_script(initialize=initialize, tools_list=listing,
+                               **more))
+
+    def test_session_id_is_sent_after_initialize_and_ended(self):
+        web = self.sessions(())
+        self.assert_ready(self.look(web.url))
+        self.assertEqual([request.headers.get('mcp-session-id')
+                          for request in web.requests],
+                         [None, 's1', 's1', 's1'])
+        self.assertEqual(web.methods[-1], 'DELETE')
+
+    def test_lost_session_is_begun_again_once(self):
+        web = self.sessions(('s1',))
+        self.assert_ready(self.look(web.url))
+        self.assertEqual(web.methods.count('initialize'), 2)
+        self.assertEqual([request.headers.get('mcp-session-id')
+                          for request in web.requests
+                          if request.message.get('method') == 'initialize'],
+                         [None, None])
+
+    def test_session_lost_twice_is_an_error(self):
+        web = self.sessions(('s1', 's2', 's3'))
+        self.assert_error(self.look(web.url), 'http_status',
+                          'endpoint or session not found (404)')
+        self.assertEqual(web.methods.count('initialize'), 2)
+
+    def test_404_on_initialize_is_the_wrong_url(self):
+        web = self.web(web_reply(404, b'<html>', 'text/html',
+                                 Mcp_Session_Id='x'))
+        self.assert_error(self.look(web.url, type='http'), 'http_status',
+                          'not found (404)')
+        self.assertEqual(web.methods, ['initialize'])
+
+    def test_session_comes_only_from_a_good_initialize(self):
+        for first in (lambda request: web_reply(
+                400, web_error(request, -32022, 'x'), Mcp_Session_Id='bad'),
+                lambda request: web_reply(
+                    200, web_result(request), Mcp_Session_Id='b\xe4d'),
+                lambda request: web_reply(
+                    200, web_result(request), Mcp_Session_Id='two words')):
+            web = self.web(web_script(initialize=first))
+            self.assert_ready(self.look(web.url))
+            self.assertFalse(any('mcp-session-id' in request.headers
+                                 for request in web.requests))
+            self.assertNotIn('DELETE', web.methods)
+
+    def test_answer_to_delete_is_ignored(self):
+        for answer in (web_reply(405), web_reply(500), b'junk', [web_hang]):
+            web = self.sessions((), DELETE=answer)
+            with mock.patch.object(pf, 'GRACE_MS', 100):
+                self.assert_ready(self.look(web.url))
+
+    # -- 20. streams that stay open -----------------------------------------
+
+    def test_reply_on_a_stream_ends_the_wait(self):
+        noted = {'jsonrpc': '2.0', 'method': 'notifications/message',
+                 'params': {}}
+        for what, after in (('open', [web_hang]),
+                            ('kept alive', [web_drip(b': alive\n\n')])):
+            with self.subTest(what):
+                web = self.web(web_script(
+                    tools_list=lambda request, after=after: web_stream(
+                        noted, web_result(request), *after)))
+                self.assert_ready(self.look(web.url))
+
+    def test_reply_whose_event_never_ends(self):
+        web = self.web(web_script(tools_list=lambda request: web_stream(
+            b'data: %s\n' % json.dumps(web_result(request)).encode(),
+            web_hang)))
+        self.assert_ready(self.look(web.url))
+
+    def test_deadline_holds_whatever_trickles_in(self):
+        head = b'HTTP/1.1 200 OK\r\nContent-Type: %s\r\n'
+        for what, pieces in (
+                ('nothing', [web_hang]), ('a header', [head, web_drip(b'x')]),
+                ('headers', [web_drip(b'HTTP/1.1 100 Continue\r\n\r\n')]),
+                ('a body', [head % b'application/json' + b'\r\n',
+                            web_drip(b' ')]),
+                ('events', list(web_stream(web_drip(b': alive\n\n')))),
+                ('other messages', list(web_stream(web_drip(
+                    b'data: {"jsonrpc":"2.0","method":"x"}\n\n'))))):
+            with self.subTest(what):
+                web = self.web(web_script(initialize=pieces))
+                self.assert_error(self.look(web.url, seconds=0.2), 'timeout',
+                                  'no answer to initialize within')
+
+    def test_notification_that_is_never_answered(self):
+        web = self.web(web_script(
+            notifications_initialized=lambda request: [web_hang]))
+        self.assert_error(self.look(web.url, seconds=0.2), 'timeout',
+                          'no answer to notifications/initialized')
+
+    def test_stream_cut_short_is_resumed_behind_its_last_event(self):
+        def listing(request):
+            asked.append(request)
+            return web_stream(b'retry: 10\nid: e1\ndata:\n\nid: e2\n')
+
+        def resumed(request):
+            self.assertEqual(request.headers['last-event-id'], 'e1')
+            return web_stream(web_result(asked[0]))
+        asked = []
+        web = self.web(web_script(tools_list=listing, GET=resumed))
+        self.assert_ready(self.look(web.url))
+
+    def test_stream_that_only_ends_is_an_error(self):
+        for start, gets in ((b'', 0), (b'retry: 1\nid: 1\ndata:\n\n', 2)):
+            web = self.web(web_script(
+                tools_list=list(web_stream(start)),
+                GET=lambda request: web_stream(
+                    b'retry: 1\ndata:\n\nid: 2\n\n')))
+            self.assert_error(self.look(web.url, type='http'), 'protocol',
+                              'the answer to tools/list ended')
+            self.assertEqual(web.methods.count('GET'), gets)
+
+    def test_signal_ends_a_wait(self):
+        def initialize(request):
+            world.stop.append(signal.SIGTERM)
+            return [web_hang]
+        world = self.world(env=dict(os.environ, **self.proxies))
+        web = self.web(web_script(initialize=initialize))
+        with self.assertRaises(pf.Interrupted):
+            self.look(web.url, world=world)
+
+    def test_answers_have_limits(self):
+        line = b'X-%d: y\r\n'
+        for pieces in (
+                [web_reply(200, b' ' * 2000)],
+                list(web_stream(b'data: ' + b'x' * 2000 + b'\n')),
+                [b'HTTP/1.1 200 OK\r\n'] + [line % n for n in range(200)],
+                [b'HTTP/1.1 200 OK\r\nX: ' + b'y' * 70000 + b'\r\n\r\n']):
+            web = self.web(web_script(initialize=pieces))
+            with mock.patch.object(pf, 'MAX_MESSAGE_BYTES', 1000):
+                self.assert_error(self.look(web.url), 'protocol')
+
+    # -- 21. framing on the wire --------------------------------------------
+
+    def test_framing(self):
+        def crlf(data):
+            return [b': hi\r\n\r\nid: 1\r\nevent: message\r\ndata:' + data
+                    + b'\r', b'\n\r\n']
+
+        def bare(data):
+            return [b'data: ' + data + b'\r\r']
+
+        def lines(data):
+            at = data.index(b',') + 1
+            return [b'data: ' + data[:at] + b'\ndata: ' + data[at:]
+                    + b'\n\n']
+        for frame in (crlf, bare, lines):
+            with self.subTest(frame.__name__):
+                web = self.web(web_script(
+                    tools_list=lambda request, frame=frame: web_stream(
+                        *frame(json.dumps(web_result(request)).encode()))))
+                self.assert_ready(self.look(web.url))
+
+    def test_chunked_stream(self):
+        def listing(request):
+            event = b'data: %s\n\n' % json.dumps(web_result(request)).encode()
+            yield (b'HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n'
+                   b'Transfer-Encoding: chunked\r\n\r\n')
+            for byte in (event[n:n + 40] for n in range(0, len(event), 40)):
+                yield b'%x\r\n%s\r\n' % (len(byte), byte)
+            yield web_hang
+        self.assert_ready(self.look(self.web(web_script(
+            tools_list=listing)).url))
+
+    # -- 22. redirects ------------------------------------------------------
+
+    def test_redirect_to_another_origin_is_not_followed(self):
+        thief = self.web(web_script())
+        for status in (301, 302, 303, 307, 308):
+            web = self.web(web_reply(
+                status, Location='http://u:pw@127.0.0.1:%d/steal?k=v'
+                % thief.port))
+            self.assert_error(
+                self.look(web.url, headers={'X-API-Key': 'abcdef'}),
+                'redirected', 'redirected to http://127.0.0.1:%d/steal, set '
+                'that URL' % thief.port)
+        self.assertEqual(thief.requests, [])
+
+    def test_redirect_within_the_origin_keeps_method_and_body(self):
+        for status in (307, 308):
+            moved = [web_reply(status, Location='/mcp/?a=b')]
+            web = self.web(lambda request, moved=moved: moved
+                           if request.path == '/mcp'
+                           else web_script()(request))
+            self.assert_ready(self.look(
+                web.url, headers={'X-API-Key': 'abcdef'}))
+            self.assertEqual([(request.method, request.path)
+                              for request in web.requests[:2]],
+                             [('POST', '/mcp'), ('POST', '/mcp/?a=b')])
+            self.assertEqual(web.requests[1].headers['x-api-key'], 'abcdef')
+
+    def test_redirect_that_would_change_the_method(self):
+        web = self.web(web_reply(302, Location='/login'))
+        self.assert_error(self.look(web.url), 'redirected', '/login')
+        self.assertEqual(len(web.requests), 1)
+
+    def test_redirects_in_a_circle_end(self):
+        web = self.web(web_reply(307, Location='/mcp'))
+        self.assert_error(self.look(web.url), 'redirected')
+        self.assertEqual(len(web.requests), 4)
+
+    def test_redirect_to_nonsense(self):
+        for place in ('ftp://h/x', 'http://[x/', 'http://h:99999/'):
+            web = self.web(web_reply(307, Location=place))
+            self.assert_error(self.look(web.url), 'redirected')
+
+    # -- 23. proxies, loopback, addresses -----------------------------------
+
+    def test_loopback_never_goes_through_a_proxy(self):
+        dead = 'http://127.0.0.1:9'
+        web = self.web(web_script())
+        for host in ('127.0.0.1', 'localhost'):
+            seen = self.look('http://%s:%d/mcp' % (host, web.port), env={
+                'http_proxy': dead, 'HTTP_PROXY': dead, 'ALL_PROXY': dead,
+                'NO_PROXY': '.corp,10.0.0.0/8'})
+            self.assert_ready(seen)
+
+    def test_choice_of_proxy(self):
+        for url, env, proxy in (
+                ('http://h/', {'http_proxy': 'http://p:1'}, 'http://p:1'),
+                ('http://h/', {'HTTP_PROXY': 'p:1'}, 'http://p:1'),
+                ('https://h/', {'http_proxy': 'http://p:1'}, ''),
+                ('https://h/', {'all_proxy': 'http://p:1'}, 'http://p:1'),
+                ('https://h/', {}, '')):
+            with self.subTest(url=url, env=env):
+                self.assertEqual(pf.proxy_for(pf.origin_of(url), env), proxy)
+
+    def test_exemptions_from_the_proxy(self):
+        for url, rules, is_exempt in (
+                ('http://a.corp/', '.corp', True),
+                ('http://a.corp/', 'corp', True),
+                ('http://a.corp/', '*.corp', True),
+                ('http://acorp/', 'corp', False),
+                ('http://A.CORP/', 'x, a.corp', True),
+                ('http://h/', '*', True), ('http://h/', '', False),
+                ('http://h/', ' , ,.', False),
+                ('http://h:81/', 'h:81', True),
+                ('http://h:82/', 'h:81', False),
+                ('http://10.1.2.3/', '10.0.0.0/8', True),
+                ('http://11.1.2.3/', '10.0.0.0/8', False),
+                ('http://10.1.2.3/', '10.1.2.3', True),
+                ('http://[fd00::1]/', 'fd00::/8', True),
+                ('http://[fd00::1]/', '[fd00::1]', True),
+                ('http://[fd00::1]:81/', '[fd00::1]:81', True)):
+            for name in ('no_proxy', 'NO_PROXY'):
+                with self.subTest(url=url, rules=rules, name=name):
+                    self.assertEqual(pf.proxy_for(
+                        pf.origin_of(url), {'http_proxy': 'http://p',
+                                            name: rules}),
+                        '' if is_exempt else 'http://p')
+
+    def test_proxy_is_asked_for_the_whole_url(self):
+        proxy = self.web(web_script())
+        seen = self.look('http://mcp.test:8080/mcp?a=b', env={
+            'http_proxy': 'http://user:pa%%20ss@127.0.0.1:%d' % proxy.port})
+        self.assert_ready(seen)
+        first = proxy.requests[0]
+        self.assertEqual(first.path, 'http://mcp.test:8080/mcp?a=b')
+        self.assertEqual(first.headers['host'], 'mcp.test:8080')
+        self.assertEqual(first.headers['proxy-authorization'],
+                         'Basic dXNlcjpwYSBzcw==')
+
+    def test_https_goes_through_a_tunnel(self):
+        def relay(server, con):
+            with socket.create_connection(('127.0.0.1', web.port), 5) as far:
+                server.start(pump, far, con)
+                pump(con, far)
+
+        def pump(source, target):
+            with contextlib.suppress(OSError):
+                for data in iter(lambda: source.recv(65536), b''):
+                    target.sendall(data)
+                target.shutdown(socket.SHUT_WR)
+        web = self.web(web_script(), context=self.tls_context())
+        proxy = self.web(lambda request: [
+            b'HTTP/1.1 200 Connection established\r\n\r\n', relay])
+        seen = self.look(
+            'https://mcp.test/mcp', ca_file=self.write('ca.pem', CA_CERT),
+            env={'https_proxy': 'http://u:pw@127.0.0.1:%d' % proxy.port})
+        self.assert_ready(seen)
+        first = proxy.requests[0]
+        self.assertEqual((first.method, first.path, first.headers['host']),
+                         ('CONNECT', 'mcp.test:443', 'mcp.test:443'))
+        self.assertIn('proxy-authorization', first.headers)
+        self.assertNotIn('proxy-authorization', web.requests[0].headers)
+        self.assertEqual(web.requests[0].headers['host'], 'mcp.test')
+
+    def test_proxy_that_is_not_there_is_named_without_its_password(self):
+        for scheme in ('http', 'https'):
+            seen = self.look(scheme + '://mcp.test/', env={
+                scheme + '_proxy': 'http://user:hunter22@127.0.0.1:9'})
+            self.assert_error(seen, 'refused',
+                              'the proxy http://127.0.0.1:9 cannot be '
+                              'reached: connection refused')
+            self.assertNotIn('hunter22', repr(seen))
+
+    def test_proxy_that_refuses(self):
+        proxy = self.web(web_reply(407))
+        self.assert_error(
+            self.look('https://mcp.test/', env={
+                'https_proxy': 'http://127.0.0.1:%d' % proxy.port}),
+            'http_status', 'refused to connect to mcp.test:443: HTTP 407')
+
+    def test_proxy_of_a_kind_we_do_not_know(self):
+        self.assert_error(
+            self.look('http://mcp.test/', env={
+                'http_proxy': 'socks5://u:hunter22@127.0.0.1:9'}),
+            'protocol', 'not an http:// URL')
+
+    def test_every_address_of_localhost_is_tried(self):
+        for host in ('127.0.0.1', '::1'):
+            with self.subTest(host):
+                try:
+                    web = self.web(web_script(), host=host)
+                except OSError:
+                    self.skipTest('no %s here' % host)
+                self.assert_ready(self.look('http://localhost:%d/mcp'
+                                            % web.port))
+
+    def test_nobody_listens(self):
+        web = self.web(web_script())
+        web.close()
+        self.assert_error(self.look(web.url), 'refused', '127.0.0.1:%d cannot '
+                          'be reached: connection refused' % web.port)
+
+    def test_connection_closed_without_an_answer(self):
+        web = self.web(lambda request: [])
+        self.assert_error(self.look(web.url), 'refused',
+                          'closed the connection without an answer')
+
+    def test_answer_that_is_no_http(self):
+        web = self.web(b'SSH-2.0-x\r\n')
+        self.assert_error(self.look(web.url), 'protocol', 'is no HTTP')
+
+    def test_name_that_does_not_resolve(self):
+        failed = socket.gaierror(-2, 'Name or service not known')
+        with mock.patch('socket.getaddrinfo', side_effect=failed):
+            self.assert_error(
+                self.look('http://nowhere.test/mcp'), 'dns', 'the name of '
+                'nowhere.test:80 cannot be resolved: Name or service')
+        self.assert_error(self.look('http://%s.test/' % ('a' * 70)), 'dns')
+
+    def test_name_that_hangs_does_not_hold_up_the_deadline(self):
+        let_go = threading.Event()
+        self.addCleanup(let_go.set)
+        with mock.patch('socket.getaddrinfo',
+                        side_effect=lambda *given: let_go.wait(10) and []):
+            self.assert_error(self.look('http://h.test/mcp', seconds=0.2),
+                              'timeout', 'no connection, so no answer to '
+                              'initialize within')
+
+    def test_url_that_cannot_be_called(self):
+        for url in ('ftp://h/x', 'h/x', 'http://h:port/', 'http:///x'):
+            with self.subTest(url):
+                self.assert_error(self.look(url, type='http'), 'protocol',
+                                  'cannot be sent over HTTP')
+
+    def test_header_that_cannot_be_sent_is_not_shown(self):
+        for value in ('hunter22\r\nX: y', 'hunter22\u20ac'):
+            seen = self.look('http://127.0.0.1:9/', type='http',
+                             headers={'X-Api-Key': value})
+            self.assertNotIn('hunter22', repr(seen))
+            self.assertEqual(seen.state, 'error')
+
+    def test_configured_headers_are_sent_ours_win(self):
+        web = self.web(web_script())
+        self.assert_ready(self.look(web.url, headers={
+            'accept': 'text/html', 'X-Two': 'b', 'User-Agent': 'mine',
+            'mcp-protocol-version': '1999-01-01'}))
+        sent = web.requests[1].headers
+        self.assertEqual((sent['x-two'], sent['user-agent'],
+                          sent['mcp-protocol-version'], sent['accept']),
+                         ('b', 'mine', '2025-11-25',
+                          'application/json, text/event-stream'))
+
+    def test_user_in_the_url_logs_in(self):
+        web = self.web(web_script())
+        url = web.url.replace('//', '//me:pa%20ss@')
+        self.assert_ready(self.look(url))
+        self.assertEqual(web.requests[0].headers['authorization'],
+                         'Basic bWU6cGEgc3M=')
+
+    # -- TLS ----------------------------------------------------------------
+
+    def test_certificate_of_a_named_ca(self):
+        ca = self.write('ca.pem', CA_CERT)
+        web = self.web(web_script(), context=self.tls_context())
+        self.assert_ready(self.look(web.url, ca_file=ca))
+        self.configure({'s': {'url': web.url}})
+        for words, env in ((['--ca-file', ca], {}),
+                           ([], {'SSL_CERT_FILE': ca})):
+            done = self.sync(*words, env=dict(self.proxies, **env))
+            self.assertEqual(done.code, 0, done)
+
+    def test_certificate_of_an_unknown_ca_names_it(self):
+        web = self.web(web_script(), context=self.tls_context())
+        seen = self.look(web.url)
+        self.assert_error(seen, 'tls', 'no TLS with 127.0.0.1:%d' % web.port,
+                          'name the CA with --ca-file or SSL_CERT_FILE')
+        if sys.version_info >= (3, 8):
+            self.assertIn('issued by Test Inspection, Test CA', seen.detail)
+        self.assertEqual(web.requests, [])
+
+    def test_certificate_for_another_name(self):
+        web = self.web(web_script(), context=self.tls_context(),
+                       host='127.0.0.2')
+        seen = self.look(web.url, ca_file=self.write('ca.pem', CA_CERT))
+        self.assert_error(seen, 'tls')
+        self.assertEqual(web.requests, [])
+
+    def test_plain_http_where_tls_was_expected(self):
+        def refuse():
+            con, _ = listener.accept()
+            with con:
+                con.sendall(b'HTTP/1.1 400 Bad Request\r\n\r\n')
+                con.recv(65536)
+        listener = socket.socket()
+        self.addCleanup(listener.close)
+        listener.bind(('127.0.0.1', 0))
+        listener.listen(1)
+        threading.Thread(target=refuse, daemon=True).start()
+        self.assert_error(self.look(
+            'https://127.0.0.1:%d/' % listener.getsockname()[1]), 'tls')
+
+    def test_tls_handshake_that_never_ends(self):
+        listener = socket.socket()
+        self.addCleanup(listener.close)
+        listener.bind(('127.0.0.1', 0))
+        listener.listen(1)
+        self.assert_error(
+            self.look('https://127.0.0.1:%d/' % listener.getsockname()[1],
+                      seconds=0.2), 'timeout', 'no answer to initialize')
+
+    def test_ca_file_that_is_not_there(self):
+        self.configure({})
+        done = self.sync('--ca-file', self.path('no.pem'))
+        self.assertEqual((done.code, done.out), (1, ''))
+        self.assertIn('is not a file', done.err)
+
+    def test_remedies_repeat_the_ca_file(self):
+        ca = self.write('ca.pem', CA_CERT)
+        self.configure({'s': {'url': 'https://127.0.0.1:9/'}})
+        row = self.check('--ca-file', ca, 's:x').json['tools'][0]
+        self.assertIn('--ca-file %s sync s' % ca, row['remediation'])
+
+    # -- 24. logins ---------------------------------------------------------
+
+    def test_statuses_of_a_login(self):
+        key = {'X-API-Key': 'abcdef'}
+        for status, headers, text in (
+                (401, {}, '401: no credential is configured'),
+                (401, key, '401: the credential was refused'),
+                (403, key, '403: token lacks rights'),
+                (403, {}, '403: token lacks rights (none is configured)')):
+            for challenge in ({}, {'WWW_Authenticate': 'Bearer realm="x"'}):
+                with self.subTest(status=status, headers=headers):
+                    web = self.web(web_reply(status, {'error': 'x'},
+                                             **challenge))
+                    seen = self.look(web.url, headers=headers)
+                    self.assertEqual((seen.state, seen.cause, seen.detail),
+                                     ('pending_auth', '', text))
+
+    def test_statuses_that_time_may_cure(self):
+        for status, cause in ((429, 'rate_limited'), (503, 'http_status')):
+            web = self.web(web_reply(status, {'error': 'x'},
+                                     Retry_After='3600'))
+            self.assert_error(self.look(web.url), cause,
+                              'HTTP %d; Retry-After: 3600' % status)
+            self.assertEqual(len(web.requests), 1)
+
+    def test_authorization_server_is_looked_up_without_the_credential(self):
+        def answer(request):
+            if request.path == '/meta':
+                return [web_reply(200, {'authorization_servers':
+                                    ['https://as.test/t?x=y']})]
+            return [web_reply(401, WWW_Authenticate='Bearer resource_metadata='
+                          '"http://127.0.0.1:%d/meta"' % web.port)]
+        web = self.web(answer)
+        seen = self.look(web.url, headers={'Authorization': 'Bearer abcdef'})
+        self.assertEqual(seen.state, 'pending_auth')
+        self.assertEqual(seen.detail, '401: the credential was refused; its '
+                         'authorization server is https://as.test/t')
+        self.assertEqual([(request.method, request.path,
+                           'authorization' in request.headers)
+                          for request in web.requests],
+                         [('POST', '/mcp', True), ('GET', '/meta', False)])
+
+    def test_authorization_server_is_found_at_its_known_places(self):
+        known = '/.well-known/oauth-protected-resource'
+        for place in (known + '/mcp', known):
+            web = self.web(lambda request, place=place: [web_reply(
+                200, {'authorization_servers': ['https://as.test']})
+                if request.path == place else web_reply(401)])
+            self.assertIn('https://as.test', self.look(web.url).detail)
+            self.assertEqual({request.method for request in
+                              web.requests[1:]}, {'GET'})
+
+    def test_metadata_that_does_not_come_changes_nothing(self):
+        for answer in (web_reply(500),
+                       web_reply(302, Location='http://x.test/'),
+                       web_reply(200, b'<html>'), b'junk', b''):
+            web = self.web(web_script(GET=answer, initialize=web_reply(401)))
+            seen = self.look(web.url)
+            self.assertEqual((seen.state, seen.detail),
+                             ('pending_auth',
+                              '401: no credential is configured'))
+
+    def test_gate_after_a_401(self):
+        web = self.web(lambda request: [
+            web_reply(200, {'authorization_servers': ['https://as.test']})
+            if request.method == 'GET' else web_reply(401)])
+        self.configure({'s': {'url': web.url}})
+        done = self.sync(env=self.proxies)
+        self.assertEqual(done.code, 11, done)
+        self.assertEqual(done.json['servers'][0]['state'], 'pending_auth')
+        done = self.check('s:x')
+        self.assertEqual(done.code, 11, done)
+        row = done.json['tools'][0]
+        self.assertEqual((row['reason'], row['action']),
+                         ('oauth_required', 'login'))
+        self.assertIn('https://as.test', row['detail'])
+        shown = self.run_cli('servers', 'show', 's', '-o', 'json').json
+        self.assertEqual(shown['state'], 'pending_auth')
+        self.assertIn('https://as.test', shown['detail'])
+
+    def test_end_of_the_credential_is_seen_and_nothing_else_of_it(self):
+        now = int(time.time())
+        token = jwt(exp=now + 7200, sub='hunter22')
+        web = self.web(web_script())
+        self.configure({'s': {'url': web.url, 'headers': {
+            'Authorization': 'Bearer ${TOK}'}}})
+        done = self.sync(env=dict(self.proxies, TOK=token))
+        self.assertEqual(done.code, 0, done)
+        shown = self.run_cli('servers', 'show', 's', '-o', 'json').json
+        self.assertEqual(shown['expires_at'],
+                         pf.format_time((now + 7200) * 1000))
+        with open(os.path.join(self.home, 'preflight.db'), 'rb') as file:
+            data = file.read()
+        self.assertNotIn(token.split('.')[1].encode(), data)
+        self.assertNotIn(b'hunter22', data)
+        for words, code in (([], 0), (['--horizon', '1h'], 0),
+                            (['--horizon', '3h'], 11)):
+            done = self.check('s:echo', *words)
+            self.assertEqual(done.code, code, done)
+        self.assertIn('ends in', done.json['tools'][0]['detail'])
+        self.assertEqual(done.json['tools'][0]['reason'], 'oauth_required')
+
+    def test_credential_past_its_end_is_a_login(self):
+        web = self.web(web_script())
+        for token, code in ((jwt(exp=int(time.time()) - 60), 11),
+                            ('opaque', 0)):
+            self.configure({'s': {'url': web.url, 'headers': {
+                'Authorization': 'Bearer ' + token}}})
+            self.assertEqual(self.sync(env=self.proxies).code, 0)
+            done = self.check('s:echo')
+            self.assertEqual(done.code, code, done)
+        self.assertEqual(self.check('s:echo', '--horizon', '900d').code, 0)
+        self.assertEqual(self.check('s:echo', '--horizon', 'soon').code, 1)
+
+    def test_secrets_stay_out_of_output_and_state(self):
+        secrets = ('sk-live-1234', 'abcd9999', 'zzzz8888', 'pppp7777')
+
+        def echo(request):
+            return [web_reply(400, ('bad key: %s %s' % (
+                request.headers, request.path)).encode(), 'text/plain')]
+        web = self.web(echo)
+        self.configure({'s': {
+            'url': 'http://u:pppp7777@127.0.0.1:%d/mcp?exaApiKey=zzzz8888'
+            % web.port, 'headers': {'X-Api-Key': 'sk-live-1234',
+                                    'Authorization': 'Bearer abcd9999'}}})
+        text = ''
+        for words in (('sync',), ('sync', '--debug'), ('servers', 'show', 's'),
+                      ('tools', 'preflight', 's:x'), ('activity', 'list')):
+            done = self.run_cli(*words, env=self.proxies)
+            text += done.out + done.err
+        self.assertIn('HTTP 400: bad key', text)
+        for name in os.listdir(self.home):
+            with open(os.path.join(self.home, name), 'rb') as file:
+                text += file.read().decode('latin-1')
+        for secret in secrets:
+            self.assertNotIn(secret, text)
+
+    # -- 61. ids of replies -------------------------------------------------
+
+    def test_id_that_comes_back_as_text(self):
+        web = self.web(web_script(tools_list=lambda request: web_reply(
+            200, dict(web_result(request), id=str(request.message['id'])))))
+        self.assert_ready(self.look(web.url))
+
+    def test_id_that_does_not_come_back(self):
+        for number in (None, 0):
+            web = self.web(web_script(
+                tools_list=lambda request, number=number: web_reply(
+                    200, dict(web_result(request), id=number))))
+            self.assert_error(self.look(web.url), 'protocol',
+                              'does not echo request ids')
+
+    def test_reply_to_another_request_is_not_taken(self):
+        web = self.web(web_script(tools_list=lambda request: web_stream(
+            dict(web_result(request, tools=[]), id=1), web_result(request))))
+        self.assert_ready(self.look(web.url))
+        web = self.web(web_script(tools_list=lambda request: web_reply(
+            200, dict(web_result(request), id=99))))
+        self.assert_error(self.look(web.url), 'protocol',
+                          'ended without a reply')
+
+    def test_error_status_may_carry_any_id(self):
+        for number in ('server-error', None, 99):
+            web = self.web(web_script(
+                tools_list=lambda request, number=number: web_reply(
+                    400, dict(web_error(request, -32600, 'why'),
+                              id=number))))
+            self.assert_error(self.look(web.url), 'protocol',
+                              'error -32600: why')
+
+    # -- 66. what counts as an answer ---------------------------------------
+
+    def test_answer_that_is_no_message(self):
+        for body, kind in ((b'{"error": "Session not found"}',
+                            'application/json'), (b'[]', 'application/json'),
+                           (b'<html>', 'text/html'), (b'', None),
+                           (b'{"jsonrpc": "2.0", "id"', 'application/json')):
+            with self.subTest(body):
+                web = self.web(web_script(
+                    tools_list=web_reply(200, body, kind)))
+                self.assert_error(self.look(web.url), 'protocol',
+                                  'JSON-RPC message')
+
+    def test_media_type_in_any_case_with_parameters(self):
+        web = self.web(web_script(initialize=lambda request: web_reply(
+            200, web_result(request), 'Application/JSON; Charset=UTF-8')))
+        self.assert_ready(self.look(web.url))
+
+    def test_notification_may_be_accepted_in_many_ways(self):
+        for status in (200, 202, 204, 400):
+            web = self.web(web_script(notifications_initialized=web_reply(
+                status, kind=None)))
+            self.assert_ready(self.look(web.url))
+
+    def test_request_that_is_only_accepted(self):
+        web = self.web(web_script(tools_list=web_reply(202)))
+        self.assert_error(self.look(web.url), 'http_status', 'HTTP 202')
+
+    def test_reply_that_is_not_utf8(self):
+        web = self.web(web_script(tools_list=lambda request: web_reply(
+            200, json.dumps(web_result(request)).replace(
+                'Echo', '\xff').encode('latin-1'))))
+        self.assert_error(self.look(web.url), 'protocol', 'not UTF-8')
+
+    # -- what servers ask and say meanwhile ---------------------------------
+
+    def test_request_of_the_server_is_answered_by_a_post(self):
+        web = self.web(web_script(tools_list=lambda request: web_stream(
+            {'jsonrpc': '2.0', 'id': 'p', 'method': 'ping'},
+            {'jsonrpc': '2.0', 'id': 'r', 'method': 'roots/list'},
+            web_result(request))))
+        self.assert_ready(self.look(web.url))
+        told = [request.message for request in web.requests
+                if request.message.get('id') in ('p', 'r')]
+        self.assertEqual([(message['id'], 'error' in message)
+                          for message in told], [('p', False), ('r', True)])
+
+    def test_list_that_changed_is_fetched_again(self):
+        def listing(request):
+            asked.append(request)
+            if len(asked) > 1:
+                return web_reply(200, web_result(request, tools=[tool('new')]))
+            return web_stream(
+                {'jsonrpc': '2.0', 'method':
+                 'notifications/tools/list_changed'}, web_result(request))
+        asked = []
+        web = self.web(web_script(tools_list=listing))
+        self.assert_ready(self.look(web.url), ['new'])
+
+    # -- the older HTTP+SSE -------------------------------------------------
+
+    def older(self, endpoint='/messages?s=1', post=None, **more):
+        """Start a server of 2024-11-05: replies come on the stream."""
+        replies = []
+        ready = threading.Condition()
+
+        def events(server, con):
+            while not server.is_closed.is_set():
+                with ready:
+                    if not replies:
+                        ready.wait(0.05)
+                    found, replies[:] = list(replies), []
+                for message in found:
+                    con.sendall(b'event: message\ndata: %s\n\n'
+                                % json.dumps(message).encode())
+
+        def answer(request):
+            if (request.method, request.path) == ('GET', '/sse'):
+                return web_stream(b'event: endpoint\ndata: %s\n\n' % (
+                    endpoint % {'port': web.port}).encode(), events)
+            if request.path == '/sse':
+                return [web_reply(more.get('status', 405), b'<html>')]
+            if request.method == 'GET':
+                return [web_reply(404)]
+            if post:
+                return post(request)
+            if 'id' in request.message and 'method' in request.message:
+                with ready:
+                    replies.extend(more.get('notes', ()))
+                    replies.append(web_result(request, '2024-11-05'))
+                    ready.notify()
+            return [web_reply(202, b'Accepted', 'text/plain')]
+        web = self.web(answer)
+        web.url = web.url.replace('/mcp', '/sse')
+        return web
+
+    def test_older_transport(self):
+        web = self.older()
+        seen = self.look(web.url, type='sse')
+        self.assert_ready(seen)
+        self.assertEqual(seen.protocol, '2024-11-05')
+        self.assertEqual(
+            [(request.method, request.path) for request in web.requests],
+            [('GET', '/sse')] + [('POST', '/messages?s=1')] * 3)
+        self.assertEqual(web.requests[0].headers['accept'],
+                         'text/event-stream')
+
+    def test_older_transport_with_an_absolute_endpoint(self):
+        self.assert_ready(self.look(self.older(
+            'http://127.0.0.1:%(port)d/m').url, type='sse'))
+
+    def test_endpoint_of_another_origin_is_refused(self):
+        thief = self.web(web_script())
+        for place in ('http://127.0.0.1:%d/m?k=v' % thief.port, '//h.test/m',
+                      'https://127.0.0.1:%(port)d/m', 'file:///m'):
+            web = self.older(place)
+            self.assert_error(self.look(web.url, type='sse'), 'protocol',
+                              'another origin')
+            self.assertEqual(web.methods, ['GET'])
+        self.assertEqual(thief.requests, [])
+
+    def test_url_without_a_type_falls_back_to_the_older_transport(self):
+        for status in (400, 404, 405, 406, 415):
+            with self.subTest(status):
+                web = self.older(status=status)
+                self.assert_ready(self.look(web.url))
+                self.assertEqual(web.methods[:2], ['initialize', 'GET'])
+
+    def test_other_refusals_do_not_fall_back(self):
+        for status in (401, 403, 429, 500):
+            web = self.older(status=status)
+            self.assertNotEqual(self.look(web.url).state, 'ready')
+            self.assertNotIn(('GET', '/sse'), [
+                (request.method, request.path) for request in web.requests])
+
+    def test_declared_type_does_not_fall_back(self):
+        web = self.older(status=405)
+        self.assert_error(self.look(web.url, type='http'), 'http_status',
+                          'HTTP 405')
+        self.assertEqual(web.methods, ['initialize'])
+
+    def test_first_refusal_is_the_one_reported(self):
+        web = self.web(web_script(
+            initialize=web_reply(400, b'no', 'text/plain'),
+            GET=web_reply(404)))
+        self.assert_error(self.look(web.url), 'http_status', 'HTTP 400: no')
+        self.assertEqual(web.methods, ['initialize', 'GET'])
+
+    def test_login_found_on_the_way_back_is_reported(self):
+        web = self.web(web_script(initialize=web_reply(405),
+                                  GET=web_reply(401)))
+        self.assertEqual(self.look(web.url).state, 'pending_auth')
+
+    def test_post_that_is_never_answered(self):
+        for post, told in ((lambda request: [web_hang], 'no answer'),
+                           (lambda request: [web_reply(202)], 'no answer')):
+            web = self.older(post=post)
+            self.assert_error(self.look(web.url, type='sse', seconds=0.2),
+                              'timeout', told + ' to initialize')
+
+    def test_post_that_is_refused(self):
+        web = self.older(post=lambda request: [web_reply(401)])
+        self.assertEqual(self.look(web.url, type='sse').state,
+                         'pending_auth')
+        web = self.older(post=lambda request: [web_reply(500)])
+        self.assert_error(self.look(web.url, type='sse'), 'http_status')
+
+    def test_stream_without_an_endpoint(self):
+        web = self.web(web_script(
+            GET=lambda request: web_stream(b'data: x\n\n')))
+        self.assert_error(self.look(web.url, type='sse'), 'protocol',
+                          'names no endpoint')
+        web = self.web(web_script(GET=lambda request: web_stream(web_hang)))
+        with mock.patch.object(pf, 'ENDPOINT_MS', 200):
+            self.assert_error(self.look(web.url, type='sse'), 'timeout')
+
+    def test_stream_that_is_none(self):
+        web = self.web(web_script(GET=web_reply(200, b'<html>', 'text/html')))
+        self.assert_error(self.look(web.url, type='sse'), 'http_status')
+
+    def test_stream_that_ends_before_the_reply(self):
+        web = self.web(web_script(
+            GET=lambda request: web_stream(b'event: endpoint\ndata: /m\n\n'),
+            initialize=web_reply(202)))
+        self.assert_error(self.look(web.url, type='sse'), 'protocol',
+                          'the event stream ended')
+
+    def test_list_that_changed_on_the_older_transport(self):
+        web = self.older(notes=[{
+            'jsonrpc': '2.0', 'method': 'notifications/tools/list_changed'}])
+        self.assert_ready(self.look(web.url, type='sse'))
+        self.assertEqual(web.methods.count('tools/list'), 2)
+
+    # -- all of it, as a user would -----------------------------------------
+
+    def test_sync_and_gate(self):
+        web = self.web(web_script())
+        old = self.older()
+        self.configure({'new': {'url': web.url, 'type': 'http'},
+                        'old': {'url': old.url}})
+        done = self.sync(env=self.proxies)
+        self.assertEqual(done.code, 0, done)
+        self.assertEqual([(row['server'], row['state'], row['tools'])
+                          for row in done.json['servers']],
+                         [('new', 'ready', 1), ('old', 'ready', 1)])
+        done = self.check('new:echo', 'old:echo')
+        self.assertEqual(done.code, 0, done)
+        before = len(web.requests) + len(old.requests)
+        self.assertEqual(self.check('new:nope').code, 12)
+        self.assertEqual(len(web.requests) + len(old.requests), before)
+
+
+# ==========================================================================
 # 20. commands and 23. cli
 # ==========================================================================
 
@@ -5973,10 +7414,10 @@ class CliCase(TempCase):
 
     def bare(self, *words, **env):
         """Run main() with the environment given and no place named."""
-        from unittest import mock
         out, err = (io.TextIOWrapper(io.BytesIO(), encoding='utf-8')
                     for _ in range(2))
-        numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+        numbers = [getattr(signal, name) for name in (
+            'SIGINT', 'SIGTERM', 'SIGHUP') if hasattr(signal, name)]
         handlers = [signal.getsignal(number) for number in numbers]
         try:
             with mock.patch.dict(os.environ), mock.patch.multiple(
@@ -6021,6 +7462,16 @@ class CliCase(TempCase):
         self.entry = dict(self.serve(tools=list(tools)), **more)
         self.configure({'s': self.entry})
         return self.look()
+
+    def token_of(self, text):
+        """Give the review token of an id."""
+        return self.cli('tools', 'diff', text, '-o', 'json').json['token']
+
+    def changed(self, *names):
+        """Have a server whose tools of these names changed."""
+        self.one_server(*[tool(name) for name in names])
+        self.serve(tools=[tool(name, 'Changed') for name in names])
+        self.look()
 
     def start(self, *words, **more):
         """Start the program as a process of its own, ended in any case."""
@@ -6375,6 +7826,8 @@ class TestScenarios(CliCase):
 
     @classmethod
     def tearDownClass(cls):
+        if cls.lab.sync_process.poll() is None:
+            cls.lab.wake()      # it ends the servers that it started
         cls.lab.doCleanups()
 
     def setUp(self):
@@ -6530,18 +7983,8 @@ class TestConformance(unittest.TestCase):
 ODD = 'we ird\'s "$(touch pwned)" `touch pwned`; touch pwned #'
 
 
-class Test20Commands(CliCase):
-    """What each command reads, writes and refuses."""
-
-    def token_of(self, text):
-        """Give the review token of an id."""
-        return self.cli('tools', 'diff', text, '-o', 'json').json['token']
-
-    def changed(self, *names):
-        """Have a server whose tools of these names changed."""
-        self.one_server(*[tool(name) for name in names])
-        self.serve(tools=[tool(name, 'Changed') for name in names])
-        self.look()
+class Test20Approve(CliCase):
+    """What may be approved, and what an approval binds."""
 
     def test_approve_takes_the_token_that_was_reviewed(self):
         self.changed('echo')
@@ -6678,6 +8121,10 @@ class Test20Commands(CliCase):
         self.assertEqual((shown['status'], shown['approved_how']),
                          ('approved', 'approve'))
 
+
+class Test20Commands(CliCase):
+    """What each command reads, writes and refuses."""
+
     def test_block_and_unblock(self):
         self.one_server(tool())
         for verb, result, reason in (
@@ -6797,11 +8244,12 @@ class Test20Commands(CliCase):
         self.assertNotIn('approve:', done.out)
 
     def test_a_tombstone_can_be_shown_but_is_not_listed(self):
-        self.one_server(tool(), tool('gone'))
+        self.changed('echo', 'gone')
         self.serve(tools=[tool()])
         self.look()
         shown = self.cli('tools', 'show', 's:gone', '-o', 'json').json
         self.assertFalse(shown['listed'])
+        self.assertNotIn('approve:', self.cli('tools', 'diff', 's:gone').out)
         self.assertEqual(self.reasons('s:gone'), ['not_found'])
 
     def test_sync_first_looks_at_the_named_servers_only(self):
@@ -7062,8 +8510,8 @@ class Test20Activity(CliCase):
         done = self.cli('activity', 'verify', '--expect-head', 'x')
         self.assertEqual((done.code, done.out), (1, ''))
 
-    def test_prune_removes_what_is_older_than_the_retention(self):
-        self.configure({}, activity_retention='10d')
+    def leave_old_records(self):
+        """Leave checks that are 20, 11 and 9 days old."""
         world = self.world()
         with pf.Store(self.home, world) as store, store.write() as con:
             for days in 20, 11, 9:
@@ -7072,6 +8520,19 @@ class Test20Activity(CliCase):
                     'operator', 'success', {
                         'verdict': 'ready', 'ids_count': 1, 'reasons': {},
                         'per_tool': []}))
+
+    def test_sync_prunes_and_the_gate_does_not(self):
+        self.configure({'s': self.serve()}, activity_retention='10d')
+        self.leave_old_records()
+        self.ask('s:x')
+        self.assertEqual(len(self.records()), 4)
+        self.look()
+        self.assertEqual([row['type'] for row in self.records()],
+                         ['prune', 'sync', 'preflight', 'preflight'])
+
+    def test_prune_removes_what_is_older_than_the_retention(self):
+        self.configure({}, activity_retention='10d')
+        self.leave_old_records()
         self.assertEqual(self.cli('activity', 'prune', '-o', 'json').json,
                          {'removed': 2})
         self.assertEqual([row['type'] for row in self.records()],
@@ -7668,7 +9129,7 @@ class Test23Usage(CliCase):
 
 
 class Test23Cli(CliCase):
-    """The command line as contract and habit have it."""
+    """The command line as it is documented."""
 
     def test_words_may_come_in_any_order(self):
         self.one_server(tool(annotations=SAFE))
@@ -7735,6 +9196,8 @@ class Test23Cli(CliCase):
         self.one_server(tool('caf\xe9'))
         words = 's:caf\xe9', 's:no', 's:caf\xe8'
         data = self.ask(*words).json
+        self.assertIn('s:caf\xe9  ready', self.cli(
+            'tools', 'preflight', *words).out)
         text = self.cli('tools', 'preflight', '-o', 'yaml', *words).out
         text = re.sub('(?<=checked_at: ").*(?=")', data['checked_at'], text)
         self.assertEqual(text, pf.render_yaml(data))
@@ -7880,7 +9343,6 @@ class Test23Cli(CliCase):
             self.assertLess(max(map(len, done.out.split('\n'))), 80)
 
     def test_an_internal_error_is_one_line_and_exit_1(self):
-        from unittest import mock
         self.configure({})
         with mock.patch.object(pf, 'load_config',
                                side_effect=ZeroDivisionError('oops')):
@@ -8178,6 +9640,2135 @@ class Test23Foreign(CliCase):
         """Hold what a command wrote to not naming a secret."""
         self.assertNotIn('QZ', done.out)
         self.assertNotIn('QZ', done.err)
+class Test20Decisions(TempCase):
+    """What an option or a setting of nothing means."""
+
+    def test_a_retention_of_0_keeps_records_for_ever(self):
+        self.configure({'s': self.serve(tools=[tool()])},
+                       activity_retention='0')
+        self.sync()
+        self.check('s:echo')
+        self.sync()
+        self.assertEqual(self.run_cli('activity', 'list', '-o',
+                                      'json').json['total'], 2)
+        refused = self.run_cli('activity', 'prune')
+        self.assertEqual((refused.code, refused.out), (1, ''))
+        self.assertIn('--older-than', refused.err)
+
+    def test_approve_all_leaves_out_what_cannot_be_approved(self):
+        self.configure({'s': self.serve(tools=[tool()])})
+        self.sync()
+        self.serve(tools=[tool('new'), tool('twin'),
+                          tool('twin', 'another')])
+        self.sync()
+        done = self.run_cli('tools', 'approve', '--all', '--yes', '-o',
+                            'json')
+        self.assertEqual(done.json, [{'id': 's:new',
+                                      'result': 'approved'}])
+        self.assertIn('left out: s:twin', done.err)
+
+    def test_a_status_that_no_record_has_is_refused(self):
+        self.configure({})
+        done = self.run_cli('activity', 'list', '--status', 'fine')
+        self.assertEqual((done.code, done.out), (1, ''))
+
+    def test_a_warning_is_told_once(self):
+        entry = dict(self.serve(tools=[tool()]), url='http://h/')
+        self.configure({'s': entry})
+        for more in ((), ('--sync',)):
+            done = self.check('s:echo', *more)
+            self.assertEqual(done.err.count('has a command and a url'), 1)
+
+    def test_names_with_line_breaks_are_never_half_a_suggestion(self):
+        names = ['tool_%04d' % n for n in range(1100)] + ['one\ntool_0099x']
+        self.configure({'s': self.serve(tools=[tool(n) for n in names])})
+        self.sync()
+        done = self.check('s:tool_0099y')
+        for word in done.json['tools'][0]['did_you_mean']:
+            self.assertIn(word[2:], names)
+
+
+class Test20SelfApproved(TempCase):
+    """What a sync approves by itself stands in its record, tool by tool."""
+
+    def last(self):
+        """Give the metadata of the newest record of a sync."""
+        found = self.run_cli('activity', 'list', '--type', 'sync', '-o',
+                             'json').json['activities']
+        return found[0]['metadata']
+
+    def test_a_baseline_and_mode_auto_name_what_they_approved(self):
+        entry = self.serve(tools=[tool()])
+        self.configure({'s': dict(entry, trust_mode='auto')})
+        self.sync()
+        self.assertEqual((self.last()['approved'], self.last()['baseline']),
+                         (['s:echo'], True))
+        self.serve(tools=[tool(), tool('later')])
+        self.sync()
+        self.assertEqual((self.last()['approved'], self.last()['baseline']),
+                         (['s:later'], False))
+
+
+# ==========================================================================
+# 22. serve
+# ==========================================================================
+
+ECHO = json.dumps({'tools': [{'id': 's:echo'}]}).encode('ascii')
+GATE = '/api/v1/preflight'
+
+
+class Reply:
+    """One HTTP response: status, headers as they came, body."""
+
+    def __init__(self, head, body):
+        lines = head.decode('latin-1').split('\r\n')
+        self.status = int(lines[0].split(' ')[1])
+        self.pairs = [tuple(line.split(': ', 1)) for line in lines[1:]]
+        self.headers, self.body = dict(self.pairs), body
+
+    @property
+    def json(self):
+        """Give the body as JSON, its keys in order."""
+        return json.loads(self.body.decode('ascii'))
+
+    @property
+    def error(self):
+        """Give the sentence of an error envelope."""
+        return self.json['error']
+
+    @property
+    def tools(self):
+        """Give the results of a check."""
+        return self.json['data']['tools']
+
+
+class Wire:
+    """One raw connection to a server, by port or path of a socket."""
+
+    def __init__(self, place, context=None):
+        if isinstance(place, int):
+            self.sock = socket.create_connection(('127.0.0.1', place), 20)
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        else:
+            self.sock = socket.socket(socket.AF_UNIX)
+            self.sock.settimeout(20)
+            self.sock.connect(place)
+        if context:
+            self.sock = context.wrap_socket(self.sock)
+        self.held = b''
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.sock.close()
+
+    def send(self, *parts):
+        """Send bytes, as they are."""
+        self.sock.sendall(b''.join(parts))
+        return self
+
+    def read_until(self, mark):
+        """Read up to a mark; what was read, b'' at the end of it all."""
+        while mark not in self.held:
+            part = self.sock.recv(65536)
+            if not part:
+                return b''
+            self.held += part
+        out, _, self.held = self.held.partition(mark)
+        return out
+
+    def reply(self, is_bare=False):
+        """Read one response, None at the end of the connection.
+
+        is_bare: it has no body, whatever its length says.
+        """
+        head = self.read_until(b'\r\n\r\n')
+        if not head:
+            return None
+        reply = Reply(head, b'')
+        size = int(reply.headers.get('Content-Length', 0))
+        while len(self.held) < size and not is_bare:
+            part = self.sock.recv(65536)
+            if not part:
+                return None
+            self.held += part
+        if not is_bare:
+            reply.body, self.held = self.held[:size], self.held[size:]
+        return reply
+
+    def is_ended(self):
+        """Wait for the end of the connection; False if more came."""
+        try:
+            return not self.held and not self.sock.recv(1)
+        except ConnectionResetError:
+            return True
+
+
+def head_of(method, path, headers):
+    """Make a request's head; a header of None is left out."""
+    lines = ['%s %s HTTP/1.1' % (method, path)]
+    lines += ['%s: %s' % pair for pair in headers.items()
+              if pair[1] is not None]
+    return '\r\n'.join(lines).encode('latin-1') + b'\r\n\r\n'
+
+
+class Server:
+    """A `preflight.py serve` of its own; what it logs is in a file."""
+
+    def __init__(self, case, words, patch, more):
+        self.case, number = case, len(os.listdir(case.dir))
+        self.log_path = case.path('serve%d.log' % number)
+        start = [SCRIPT]
+        if patch:
+            start = ['-c', 'import sys; sys.dont_write_bytecode = True; '
+                     'sys.path.insert(0, %r); import preflight as pf; %s; '
+                     'sys.exit(pf.main(sys.argv[1:]))' % (HERE, patch)]
+        env = {name: value for name, value in os.environ.items()
+               if not name.startswith(('PREFLIGHT_', 'STATE_DIR', 'XDG_'))}
+        env.update(more.pop('env', {}))
+        with open(self.log_path, 'wb') as log:
+            self.process = subprocess.Popen(
+                [sys.executable] + start + [
+                    '--home', case.home, '--config', case.config, 'serve']
+                + list(words), stdin=subprocess.DEVNULL, stdout=log,
+                stderr=log, env=env, cwd=case.dir, **more)
+        case.addCleanup(self.kill)
+        self.port = self._port()
+
+    def log(self):
+        """Give what it has logged."""
+        with open(self.log_path, encoding='utf-8') as file:
+            return file.read()
+
+    def _port(self):
+        end = time.monotonic() + 30
+        while time.monotonic() < end and self.process.poll() is None:
+            if 'listening on' in self.log():
+                found = re.search(r'://[^ ]*:([0-9]+)[ ;"]', self.log())
+                return int(found.group(1)) if found else None
+            time.sleep(0.005)
+        return None
+
+    def kill(self):
+        """End it, whatever it does."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+    def stop(self, number=signal.SIGTERM):
+        """Ask it to end; returns its exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(timeout=30)
+
+
+class ServeCase(CliCase):
+    """Tests that share a state and a server: shared() makes both."""
+
+    words, patch = ('--listen', '127.0.0.1:0', '--no-sync'), ''
+
+    @classmethod
+    def setUpClass(cls):
+        cls.lab = cls('shared')
+        CliCase.setUp(cls.lab)
+        try:
+            cls.lab.shared()
+        except BaseException:
+            cls.lab.doCleanups()
+            raise
+
+    @classmethod
+    def tearDownClass(cls):
+        cls.lab.doCleanups()
+
+    def setUp(self):
+        self.__dict__.update({
+            name: value for name, value in vars(self.lab).items()
+            if not name.startswith('_')})
+
+    def shared(self):
+        """Have a server s with a tool echo, looked at, and serve it."""
+        self.one_server(tool(annotations=SAFE))
+        self.start_serve()
+
+    def start_serve(self, *words, **more):
+        """Start a server; it becomes this test's own."""
+        self.server = Server(self, words or self.words,
+                             more.pop('patch', self.patch), more)
+        self.port = self.server.port
+        if self.port is not None and os.path.exists(self.path(
+                'state', 'api_key')):
+            with open(self.path('state', 'api_key')) as file:
+                self.key = file.read().strip()
+        return self.server
+
+    def wire(self, place=None, context=None):
+        """Open a connection, closed with the test."""
+        wire = Wire(self.port if place is None else place, context)
+        self.addCleanup(wire.sock.close)
+        return wire
+
+    def request(self, method, path, body=None, **headers):
+        """Make the bytes of a request; X_API_Key='' stands for the key."""
+        given = {'Host': '127.0.0.1', 'X-API-Key': self.key}
+        given.update((name.replace('_', '-'), value)
+                     for name, value in headers.items())
+        if body is not None:
+            given.setdefault('Content-Length', len(body))
+        return head_of(method, path, given) + (body or b'')
+
+    def send(self, method, path, body=None, **headers):
+        """Send one request on a connection of its own: its Reply."""
+        with Wire(self.port) as wire:
+            wire.send(self.request(method, path, body, **headers))
+            return wire.reply(method == 'HEAD')
+
+    def get(self, path, **headers):
+        """GET a path as the operator."""
+        return self.send('GET', path, **headers)
+
+    def post(self, value, path=GATE, **headers):
+        """POST bytes, or a value as JSON, as the operator."""
+        body = value if isinstance(value, bytes) else json.dumps(
+            value).encode('ascii')
+        return self.send('POST', path, body, **headers)
+
+    def ask_ids(self, *ids, **headers):
+        """Check ids; returns the Reply, which must be a verdict."""
+        reply = self.post({'tools': [{'id': name} for name in ids]},
+                          **headers)
+        self.assertEqual(reply.status, 200, reply.body)
+        return reply
+
+    def token(self, name, *words):
+        """Make an agent token; returns its secret."""
+        done = self.cli('token', 'create', name, '-o', 'json', *words)
+        self.assertEqual(done.code, 0, done)
+        return done.json['token']
+
+    def records(self, **filters):
+        """Read the audit records of the state, newest first."""
+        with pf.Store(self.home, self.world()) as store, \
+                store.read() as con:
+            return [json.loads(body) for body in pf.find_records(
+                con, filters, 100000, 0)[1]]
+
+    def wait_for(self, claim):
+        """Poll until something holds."""
+        end = time.monotonic() + 20
+        while not claim():
+            self.assertLess(time.monotonic(), end, 'waited in vain')
+            time.sleep(0.01)
+
+
+class Test22Framing(unittest.TestCase):
+    """Bytes in, a length or a refusal out, without a connection."""
+
+    def length(self, *lines, **more):
+        """Frame a head: what check_framing says."""
+        headers = b''.join(line + b'\r\n' for line in lines)
+        return pf.check_framing(more.get('line', b'POST / HTTP/1.1'),
+                                pf.read_headers(headers))
+
+    def test_what_is_sent_in_one_way_only_is_taken(self):
+        for lines, expected in (
+                ((b'Host: h',), None),
+                ((b'Host: h', b'Content-Length: 0'), 0),
+                ((b'HOST: h', b'content-length:\t 12 \t'), 12),
+                ((b'Host: h', b'Content-Length: 1048576'), 1 << 20),
+                ((b'Host: h', b'Transfer-Encoding: Chunked'), 'chunked'),
+                ((b'Host: h', b'X-A: \xe9\xff', b'X-B:', b'X-A: b'), None)):
+            with self.subTest(lines):
+                self.assertEqual(self.length(*lines), expected)
+        self.assertIsNone(self.length(line=b'GET / HTTP/1.0'))
+
+    def test_what_two_readers_could_frame_differently_is_refused(self):
+        host = b'Host: h'
+        for lines, why in (
+                ((host, b'Content-Length: 4', b'Content-Length: 0'),
+                 'stands twice'),
+                ((host, b'Content-Length: 4', b'content-length: 4'),
+                 'stands twice'),
+                ((host, b'Content-Length: 4',
+                  b'Transfer-Encoding: chunked'), 'alone'),
+                ((host, b'Transfer-Encoding: chunked',
+                  b'Transfer-Encoding: chunked'), 'stands twice'),
+                ((host, b'Transfer-Encoding: gzip, chunked'), 'alone'),
+                ((host, b'Transfer-Encoding: identity'), 'alone'),
+                ((host, b'Content-Length: 1_0'), 'digits'),
+                ((host, b'Content-Length: +2'), 'digits'),
+                ((host, b'Content-Length: -1'), 'digits'),
+                ((host, b'Content-Length: 2, 2'), 'digits'),
+                ((host, b'Content-Length: 0x2'), 'digits'),
+                ((host, b'Content-Length: \xb2'), 'digits'),
+                ((host, b'Content-Length:'), 'digits'),
+                ((host, b'Content-Length: 1048577'), 'over 1 MiB'),
+                ((host, b'Content-Length: ' + b'9' * 19), 'digits'),
+                ((host, b'Content-Length : 2'), 'malformed'),
+                ((host, b' folded: x'), 'malformed'),
+                ((host, b'no colon'), 'malformed'),
+                ((host, b': empty'), 'malformed'),
+                ((host, b'A: b\rc'), 'malformed'),
+                ((host, b'A: b\x00c'), 'malformed'),
+                ((host, b'A: b\nB: c'), 'malformed'),
+                ((host, b'A\xe9: b'), 'malformed'),
+                ((host, b'Host: i'), 'stands twice'),
+                ((b'Content-Length: 2',), 'Host is missing')):
+            with self.subTest(lines):
+                with self.assertRaisesRegex(pf.HttpError, why) as caught:
+                    self.length(*lines)
+                self.assertEqual(caught.exception.http_status, 400)
+
+    def test_only_these_request_lines_are_read(self):
+        for line in (b'', b'GET', b'GET /', b'GET / HTTP/0.9',
+                     b'GET / HTTP/2.0', b'GET / HTTP/1.1 ', b'get / HTTP/1.1',
+                     b'GET  / HTTP/1.1', b'GET /a b HTTP/1.1',
+                     b'GET /\xe9 HTTP/1.1', b'PRI * HTTP/2.0',
+                     b'GET /\x00 HTTP/1.1', b'GET / http/1.1'):
+            with self.subTest(line):
+                with self.assertRaisesRegex(pf.HttpError, 'request line'):
+                    self.length(b'Host: h', line=line)
+
+    def test_too_many_headers_are_431(self):
+        with self.assertRaises(pf.HttpError) as caught:
+            pf.read_headers(b'A: b\r\n' * 101)
+        self.assertEqual(caught.exception.http_status, 431)
+
+    def chunks(self, data, step):
+        """Feed a chunked body in steps: (body, what is left)."""
+        body, held = pf.Body('chunked'), bytearray()
+        for at in range(0, len(data), step):
+            held += data[at:at + step]
+            if body.feed(held):
+                return bytes(body.data), bytes(held) + data[at + step:]
+        return None, bytes(held)
+
+    def test_chunks_are_joined_however_they_come(self):
+        data = (b'3\r\nabc\r\n1;ext="a b"\r\nd\r\nA ; x\r\n0123456789\r\n'
+                b'000\r\n\r\nNEXT')
+        for step in (1, 2, 3, 7, len(data)):
+            with self.subTest(step):
+                self.assertEqual(self.chunks(data, step),
+                                 (b'abcd0123456789', b'NEXT'))
+
+    def test_an_unfinished_chunked_body_is_none_yet(self):
+        for data in (b'', b'3', b'3\r\n', b'3\r\nab', b'3\r\nabc', b'0\r\n',
+                     b'3\r\nabc\r', b'0\r\n\r'):
+            with self.subTest(data):
+                self.assertEqual(self.chunks(data, 1)[0], None)
+
+    def test_a_chunked_body_that_is_not_exact_is_refused(self):
+        for data, why in (
+                (b'x\r\n', 'chunk'), (b'-1\r\n', 'chunk'),
+                (b'+1\r\n', 'chunk'), (b'0x1\r\n', 'chunk'),
+                (b'1_0\r\n', 'chunk'), (b'\r\n', 'chunk'),
+                (b' 1\r\n', 'chunk'), (b'1\n', 'chunk'),
+                (b'1\r\nab', 'chunk'), (b'1\r\na\n\n', 'chunk'),
+                (b'1;' + b'x' * 300, 'chunk'), (b'0\r\nA: b\r\n', 'trailers'),
+                (b'100001\r\n', 'over 1 MiB'), (b'fffffffff\r\n', 'chunk'),
+                (b'1;\x00\r\n', 'chunk')):
+            with self.subTest(data):
+                with self.assertRaisesRegex(pf.HttpError, why):
+                    self.chunks(data + b' ' * 200, 1)
+
+    def test_hosts(self):
+        names = frozenset(('ci.example', 'gate:8443'))
+        for host, on_loopback, elsewhere in (
+                ('localhost', True, True), ('LOCALHOST:8080', True, True),
+                ('127.0.0.1', True, True), ('127.0.0.1:1', True, True),
+                ('127.9.9.9:80', True, True), ('[::1]:8080', True, True),
+                ('[::1]', True, True), ('10.0.0.7', False, True),
+                ('[fe80::1]:1', False, True), ('ci.example', True, True),
+                ('CI.example:9', True, True), ('gate:8443', True, True),
+                ('gate', False, False), ('evil.example', False, False),
+                ('localhost.evil.example', False, False),
+                ('evil@localhost', False, False), ('', False, False),
+                ('localhost:80:80', False, False), ('::1', False, False),
+                ('[localhost]', False, False), ('localhost:', False, False),
+                ('localhost/x', False, False), ('1', False, False),
+                ('0.0.0.0', False, True), ('localhost.', False, False)):
+            with self.subTest(host):
+                found = [pf.is_host_allowed(host, is_loopback, names)
+                         for is_loopback in (True, False)]
+                self.assertEqual(found, [on_loopback, elsewhere])
+
+    def test_listen_addresses(self):
+        for text, expected in (
+                ('127.0.0.1:80', ('127.0.0.1', 80)), ('[::1]:0', ('::1', 0)),
+                (':8080', ('0.0.0.0', 8080)), ('h:65535', ('h', 65535))):
+            self.assertEqual(pf.parse_listen(text), expected)
+        for text in ('', '80', 'h:', 'h:65536', 'h:-1', '::1:80', 'h:8o'):
+            with self.assertRaises(pf.UsageError):
+                pf.parse_listen(text)
+
+
+class Test22ServeFraming(ServeCase):
+    """What may come over a connection, and what becomes of it."""
+
+    patch = 'pf.READ_TIMEOUT_S = pf.IDLE_TIMEOUT_S = 0.6; pf.SWEEP_S = 0.05'
+    hidden = b'GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n'
+
+    def refused(self, *parts):
+        """Send bytes that must be refused: the only Reply to them."""
+        before = len(self.records())
+        wire = self.wire().send(*parts)
+        reply = wire.reply()
+        self.assertTrue(wire.is_ended())
+        self.assertEqual(reply.headers['Connection'], 'close')
+        self.assertEqual(reply.json, {
+            'success': False, 'error': reply.error,
+            'request_id': reply.headers['X-Request-Id']})
+        self.assertEqual(len(self.records()), before)
+        return reply
+
+    def test_a_refused_body_is_never_read_as_a_request(self):
+        start = (b'POST /api/v1/preflight HTTP/1.1\r\nHost: localhost\r\n'
+                 b'X-API-Key: %s\r\n' % self.key.encode())
+        for lines in (b'Content-Length: 4\r\nContent-Length: 0\r\n',
+                      b'Content-Length: 4\r\nTransfer-Encoding: chunked\r\n',
+                      b'Content-Length: 1_0\r\n', b'Content-Length: +2\r\n',
+                      b'Content-Length: -1\r\n', b'Content-Length: 2, 2\r\n',
+                      b'Transfer-Encoding: chunked, gzip\r\n',
+                      b'Content-Length: 2000000\r\n', b'bad\r\n'):
+            with self.subTest(lines):
+                reply = self.refused(start, lines, b'\r\n', self.hidden * 3)
+                self.assertEqual(reply.status, 400)
+
+    def test_a_malformed_chunk_is_400_and_the_end(self):
+        for data in (b'zz\r\n', b'2\r\n{}X', b'0\r\nTrailer: x\r\n\r\n',
+                     b'200000\r\n'):
+            with self.subTest(data):
+                reply = self.refused(self.request(
+                    'POST', GATE, Transfer_Encoding='chunked'), data,
+                    self.hidden)
+                self.assertEqual(reply.status, 400)
+
+    def test_no_length_is_411(self):
+        reply = self.refused(self.request('POST', GATE), self.hidden)
+        self.assertEqual(reply.status, 411)
+
+    def test_large_headers_are_431(self):
+        reply = self.refused(self.request('GET', '/healthz',
+                                          X_Long='x' * 40000))
+        self.assertEqual(reply.status, 431)
+        wire = self.wire().send(b'GET /' + b'x' * 40000)
+        self.assertEqual(wire.reply().status, 431)
+
+    def test_what_is_not_http_is_400_at_once(self):
+        for data in (b'\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03',
+                     b'GET / HTTP/1.0\n\n', b'PRI * HTTP/2.0\r\n\r\nSM',
+                     b'hello\r\n\r\n'):
+            with self.subTest(data):
+                self.assertEqual(self.refused(data).status, 400)
+
+    def test_a_refusal_can_be_read_before_a_large_body_is_sent(self):
+        wire = self.wire().send(self.request('POST', GATE,
+                                             Content_Length=3000000))
+        with contextlib.suppress(ConnectionError):
+            for _ in range(48):
+                wire.send(b' ' * 62500)
+        self.assertIn('over 1 MiB', wire.reply().error)
+
+    def test_a_sender_that_falls_silent_is_408(self):
+        for parts in ((b'GET /heal',), (self.request(
+                'POST', GATE, Content_Length=500000), b'{"tools"')):
+            with self.subTest(parts):
+                self.assertEqual(self.refused(*parts).status, 408)
+
+    def test_one_byte_at_a_time_ends_at_the_total_deadline(self):
+        wire, data = self.wire(), self.request('POST', GATE, ECHO)
+        wire.sock.settimeout(0.02)
+        for at in range(len(data)):
+            with contextlib.suppress(ConnectionError):
+                wire.send(data[at:at + 1])
+            with contextlib.suppress(socket.timeout):
+                self.assertEqual(wire.reply().status, 408)
+                return
+        self.fail('it was answered after %d bytes' % len(data))
+
+    def test_an_idle_connection_ends_without_a_word(self):
+        wire = self.wire().send(self.request('GET', '/healthz'))
+        self.assertEqual(wire.reply().status, 200)
+        self.assertTrue(wire.is_ended())
+        self.assertTrue(self.wire().is_ended())
+
+    def test_health_answers_beside_200_idle_connections(self):
+        held = [self.wire() for _ in range(200)]
+        self.assertEqual(self.get('/healthz').body, b'ok\n')
+        self.assertEqual(held[-1].send(self.request('GET', '/healthz'))
+                         .reply().status, 200)
+
+    def test_who_does_not_read_is_ended_and_harms_nobody(self):
+        wire, count = self.wire(), 0
+        wire.sock.settimeout(0.2)
+        with contextlib.suppress(socket.timeout, ConnectionError):
+            for _ in range(50):
+                wire.send(self.request('GET', '/api/v1/openapi.json') * 100)
+                count += 100
+        self.assertEqual(self.get('/healthz').status, 200)
+        time.sleep(1)
+        wire.sock.settimeout(20)
+        replies = 0
+        with contextlib.suppress(ConnectionError):
+            while wire.reply():
+                replies += 1
+        self.assertLess(replies, count)         # cut off, not awaited
+
+    def test_a_chunked_body_in_pieces_of_one_byte(self):
+        body = b''.join(b'1;x\r\n%c\r\n' % byte for byte in ECHO)
+        wire = self.wire().send(self.request('POST', GATE,
+                                             Transfer_Encoding='chunked'))
+        for at in range(len(body)):
+            wire.send(body[at:at + 1])
+        wire.send(b'0\r\n\r\n')
+        self.assertEqual(wire.reply().tools[0]['status'], 'ready')
+
+    def test_requests_in_one_piece_are_answered_in_order(self):
+        wire = self.wire().send(
+            self.request('GET', '/healthz', X_Request_Id='a'),
+            self.request('POST', GATE, ECHO, X_Request_Id='b'),
+            self.request('GET', '/nowhere', X_Request_Id='c'),
+            self.request('POST', GATE, ECHO, X_Request_Id='d'))
+        found = [wire.reply() for _ in range(4)]
+        self.assertEqual([(reply.status, reply.headers['X-Request-Id'])
+                          for reply in found],
+                         [(200, 'a'), (200, 'b'), (404, 'c'), (200, 'd')])
+
+    def test_100_continue_is_sent_after_who_and_how_much_are_known(self):
+        good = self.request('POST', GATE, Content_Length=len(ECHO),
+                            Expect='100-continue')
+        wire = self.wire().send(good)
+        self.assertEqual(wire.read_until(b'\r\n\r\n'),
+                         b'HTTP/1.1 100 Continue')
+        self.assertEqual(wire.send(ECHO).reply().status, 200)
+        for status, headers in ((401, {'X_API_Key': 'wrong'}),
+                                (403, {'Host': 'evil.example'}),
+                                (400, {'Content_Length': 1 << 21})):
+            given = dict({'Content_Length': 9, 'Expect': '100-continue'},
+                         **headers)
+            self.assertEqual(self.refused(self.request(
+                'POST', GATE, **given)).status, status)
+
+    def test_100_continue_is_not_for_old_clients_nor_for_whole_bodies(self):
+        data = self.request('POST', GATE, ECHO, Expect='100-continue')
+        self.assertEqual(self.wire().send(data).reply().status, 200)
+        old = data.replace(b'HTTP/1.1', b'HTTP/1.0')
+        wire = self.wire().send(old[:-5])
+        time.sleep(0.05)
+        self.assertEqual(wire.send(old[-5:]).reply().status, 200)
+
+    def test_connections_are_kept_as_the_client_asks(self):
+        for version, headers, is_kept in (
+                (b'1.1', {}, True), (b'1.1', {'Connection': 'close'}, False),
+                (b'1.0', {}, False),
+                (b'1.0', {'Connection': 'keep-alive'}, True)):
+            with self.subTest(version, headers=headers):
+                data = self.request('GET', '/healthz', **headers).replace(
+                    b'HTTP/1.1', b'HTTP/' + version)
+                wire = self.wire().send(data)
+                self.assertEqual(wire.reply().headers['Connection'],
+                                 'keep-alive' if is_kept else 'close')
+                if is_kept:
+                    self.assertEqual(wire.send(data).reply().status, 200)
+                else:
+                    self.assertTrue(wire.is_ended())
+
+    def test_a_client_that_has_sent_all_is_answered(self):
+        wire = self.wire().send(self.request('POST', GATE, ECHO))
+        wire.sock.shutdown(socket.SHUT_WR)
+        self.assertEqual(wire.reply().status, 200)
+        self.assertTrue(wire.is_ended())
+
+    def test_head_has_no_body_and_options_no_cors(self):
+        wire = self.wire().send(self.request('HEAD', '/healthz'))
+        self.assertEqual(wire.reply(True).status, 405)
+        reply = wire.send(self.request('OPTIONS', GATE,
+                                       Origin='http://localhost')).reply()
+        self.assertEqual((reply.status, reply.headers['Allow']),
+                         (405, 'POST'))
+        self.assertNotIn(b'Access-Control', str(reply.pairs).encode())
+        self.assertEqual(wire.send(self.request('GET', '/healthz')).reply()
+                         .body, b'ok\n')
+
+    def test_unknown_paths_and_wrong_methods(self):
+        for method, path, status, allow in (
+                ('GET', '/', 404, None), ('GET', '/api/v1', 404, None),
+                ('GET', '/healthz/', 404, None), ('GET', '*', 404, None),
+                ('GET', '/api/v1/servers/a/b/tools', 404, None),
+                ('GET', '/api/v1/servers//tools', 404, None),
+                ('GET', '/api/v1/activity/', 404, None),
+                ('GET', GATE, 405, 'POST'), ('DELETE', GATE, 405, 'POST'),
+                ('DELETE', '/healthz', 405, 'GET'),
+                ('DELETE', '/api/v1/servers/a/tools', 405, 'GET')):
+            with self.subTest(method, path=path):
+                reply = self.send(method, path)
+                self.assertEqual((reply.status, reply.headers.get('Allow')),
+                                 (status, allow))
+
+    def test_a_get_may_have_a_body(self):
+        wire = self.wire().send(self.request('GET', '/healthz', b'{}') * 2)
+        self.assertEqual([wire.reply().status, wire.reply().status],
+                         [200, 200])
+
+
+class Test22ServeRules(ServeCase):
+    """What is refused, and in which words; none of it leaves a record."""
+
+    def shared(self):
+        self.entry = self.serve(tools=[tool(annotations=SAFE)])
+        self.configure({'s': self.entry}, profiles={'p': {'servers': ['s']}},
+                       allow_hosts=['Named.example'])
+        self.look()
+        self.start_serve(*self.words + ('--allow-host', 'Other.example'))
+        self.agent = self.token('bot', '--servers', 's')
+
+    def test_each_broken_rule_of_a_body_is_one_sentence(self):
+        one, before = [{'id': 's:echo'}], len(self.records())
+        pin = 'sha256/v1:' + '0' * 64
+        for body, expected in (
+                (b'', 'exactly one JSON object'),
+                (b'[]', 'exactly one JSON object'),
+                (b'null', 'exactly one JSON object'),
+                (b'{}{}', 'exactly one JSON object'),
+                (ECHO + b' x', 'exactly one JSON object'),
+                (b'{"tools":[{"id":"a:b"}],}', 'exactly one JSON object'),
+                (b'{"tools":[1', 'exactly one JSON object'),
+                (b'\xef\xbb\xbf' + ECHO, 'byte order mark'),
+                (ECHO.decode().encode('utf-16'), 'not UTF-8'),
+                (b'{"tools":[{"id":"caf\xe9:b"}]}', 'not UTF-8'),
+                (b'{"tools":[{"id":"a:b"}],"tools":[]}', 'stands twice'),
+                (b'{"tools":[{"id":"a:b","id":"a:b"}]}', 'stands twice'),
+                (b'{"wait_ms":NaN}', 'NaN'),
+                (b'{"wait_ms":-Infinity}', 'Infinity'),
+                (b'{"wait_ms":' + b'9' * 5000 + b'}', '20 digits'),
+                (b'[' * 20000, 'over 64 levels'),
+                (b'{"tools":' + b'[' * 64 + b']' * 64 + b'}',
+                 'over 64 levels'),
+                ({'tools': []}, 'tools is empty'), ({}, 'tools is missing'),
+                ({'tools': None}, 'tools is missing'),
+                ({'tools': {}}, 'tools must be an array'),
+                ({'tools': 's:echo'}, 'tools must be an array'),
+                ({'tools': ['s:echo']}, 'must be an object'),
+                ({'tools': [None]}, 'must be an object'),
+                ({'tools': one * 101}, 'over 100 entries'),
+                ({'tools': [{'id': 1}]}, 'must be strings'),
+                ({'tools': [{'id': None}]}, 'must be strings'),
+                ({'tools': [{}]}, 'must be strings'),
+                ({'tools': [{'id': 's:echo', 'pin_hash': 1}]},
+                 'must be strings'),
+                ({'tools': [{'id': 's:echo', 'pin': 'x'}]},
+                 'unknown key "pin" in an entry'),
+                ({'tools': one + [{'id': ' s:echo', 'pin_hash': pin}]},
+                 's:echo'),
+                ({'tools': one, 'tool': []}, 'unknown key "tool"'),
+                ({'tools': one, 'as_user': None}, 'as_user is reserved'),
+                ({'tools': one, 'wait_ms': True}, 'wait_ms must be'),
+                ({'tools': one, 'wait_ms': 1.0}, 'wait_ms must be'),
+                ({'tools': one, 'wait_ms': 1.5}, 'wait_ms must be'),
+                ({'tools': one, 'wait_ms': '5'}, 'wait_ms must be'),
+                ({'tools': one, 'wait_ms': 10001}, 'wait_ms must be'),
+                ({'tools': one, 'wait_ms': -1}, 'wait_ms must be'),
+                ({'tools': one, 'profile': 1}, 'profile must be'),
+                ({'tools': one, 'profile': 'q'}, 'Unknown profile'),
+                ({'tools': one, 'policy': []}, 'policy must be'),
+                ({'tools': one, 'policy': {'read_only_only': 1}},
+                 'read_only_only must be'),
+                ({'tools': one, 'policy': {'read_only': True}},
+                 'unknown key "read_only" in policy'),
+                (b'{"tools":' + b' ' * (1 << 20) + b'[]}', 'over 1 MiB')):
+            with self.subTest(str(body)[:60]):
+                reply = self.post(body)
+                self.assertEqual(reply.status, 400)
+                self.assertEqual(list(reply.json), ['success', 'error',
+                                                    'request_id'])
+                self.assertIs(reply.json['success'], False)
+                self.assertIn(expected, reply.error)
+                self.assertNotIn('\n', reply.error)
+        self.assertEqual(len(self.records()), before)
+
+    def test_rules_are_looked_at_in_order(self):
+        broken = {'tools': [{'id': 'a:b'}, {'id': 'a:b', 'pin_hash': 'x'}],
+                  'wait_ms': -1, 'profile': 'q'}
+        expected = ['a:b', 'wait_ms', 'Unknown profile']
+        for word, mend in zip(expected, (
+                {'tools': [{'id': 'a:b'}]}, {'wait_ms': 0}, {})):
+            self.assertIn(word, self.post(broken).error)
+            broken.update(mend)
+
+    def test_conflicting_pins_name_the_id_and_both(self):
+        error = self.post({'tools': [
+            {'id': 's:echo', 'pin_hash': 'one'},
+            {'id': 's:echo', 'pin_hash': 'two'}]}).error
+        for word in 's:echo', 'one', 'two':
+            self.assertIn(word, error)
+
+    def test_null_and_empty_mean_absent(self):
+        for more in ({'wait_ms': None}, {'profile': None}, {'profile': ''},
+                     {'policy': None}, {'policy': {'read_only_only': None}},
+                     {'tools': [{'id': 's:echo', 'pin_hash': None}]},
+                     {'tools': [{'id': 's:echo', 'pin_hash': ''},
+                                {'id': ' s:echo '}]}):
+            with self.subTest(more):
+                reply = self.post(dict({'tools': [{'id': 's:echo'}]}, **more))
+                self.assertEqual(reply.status, 200, reply.body)
+                self.assertEqual([row['status'] for row in reply.tools],
+                                 ['ready'])
+
+    def test_the_media_type_is_not_looked_at(self):
+        for kind in (None, 'text/plain', 'APPLICATION/JSON; charset=UTF-8',
+                     'application/x-www-form-urlencoded', 'x'):
+            with self.subTest(kind):
+                self.assertEqual(self.post(ECHO, Content_Type=kind).status,
+                                 200)
+
+    def test_a_hundred_ids_and_a_whole_megabyte_are_taken(self):
+        ids = ['s:t%d' % n for n in range(99)] + ['s:echo']
+        rows = self.ask_ids(*ids).tools
+        self.assertEqual([row['id'] for row in rows], ids)
+        self.assertEqual(sum('did_you_mean' in row for row in rows), 0)
+        body = ECHO + b' ' * ((1 << 20) - len(ECHO))
+        self.assertEqual(self.post(body).status, 200)
+
+    def test_odd_ids_are_answered_and_recorded_as_they_came(self):
+        ids = ['s:caf\u00e9', 's:\u202e', 's:\ud800', '\ud800:x', 's:a\0b',
+               's:' + 'x' * 5000, 'colonless', ':', '', 's:a:b']
+        reply = self.ask_ids(*ids)
+        self.assertEqual([row['id'] for row in reply.tools], ids)
+        self.assertEqual({row['status'] for row in reply.tools},
+                         {'unavailable'})
+        record = self.records(request_id=reply.headers['X-Request-Id'])[0]
+        self.assertEqual([row['id'] for row in
+                          record['metadata']['per_tool']], ids)
+
+    def test_no_or_a_wrong_credential_is_401(self):
+        before = len(self.records())
+        for headers in ({}, {'X_API_Key': ''}, {'X_API_Key': self.key[:-1]},
+                        {'X_API_Key': 'k\xe9y'}, {'X_API_Key': '\xff' * 64},
+                        {'Authorization': 'Bearer'},
+                        {'Authorization': 'Bearer ' + self.key + 'x'},
+                        {'Authorization': 'Basic ' + self.key},
+                        {'Authorization': self.key},
+                        {'X_API_Key': pf.SECRET_PREFIX + '0' * 64},
+                        {'X_API_Key': 'x', 'Authorization': 'Bearer '
+                         + self.key}):
+            with self.subTest(headers):
+                given = dict({'X_API_Key': None}, **headers)
+                for reply in (self.post(ECHO, **given),
+                              self.get('/api/v1/servers', **given),
+                              self.get('/readyz?tool=s:echo', **given),
+                              self.get('/metrics', **given),
+                              self.get('/events', **given)):
+                    self.assertEqual(reply.status, 401)
+                    self.assertIn('Bearer',
+                                  reply.headers['WWW-Authenticate'])
+        self.assertEqual(len(self.records()), before)
+
+    def test_a_key_may_come_in_three_ways(self):
+        bearer = {'X_API_Key': None, 'Authorization': 'bEARER ' + self.key}
+        self.assertEqual(self.post(ECHO, **bearer).status, 200)
+        path = '/api/v1/servers?apikey=' + self.key
+        self.assertEqual(self.get(path, X_API_Key=None).status, 200)
+        self.assertEqual(self.get(path, X_API_Key='x').status, 401)
+        self.assertEqual(self.post(ECHO, GATE + '?apikey=' + self.key,
+                                   X_API_Key=None).status, 401)
+
+    def test_a_foreign_host_or_origin_is_403_with_a_good_key_too(self):
+        for headers in ({'Host': 'evil.example:8080'},
+                        {'Host': '10.1.2.3'}, {'Host': ''},
+                        {'Origin': 'https://evil.example'},
+                        {'Origin': 'null'}, {'Origin': ''},
+                        {'Origin': 'file://localhost'},
+                        {'Origin': 'http://localhost.evil.example'}):
+            with self.subTest(headers):
+                for reply in (self.post(ECHO, **headers),
+                              self.get('/nowhere', **headers),
+                              self.get('/readyz?tool=s:echo', **headers)):
+                    self.assertEqual(reply.status, 403)
+                    self.assertIn(list(headers.values())[0], reply.error)
+                    self.assertIn('--allow-host', reply.error)
+
+    def test_our_own_names_pass(self):
+        for headers in ({'Host': 'localhost:%d' % self.port},
+                        {'Host': '[::1]:%d' % self.port},
+                        {'Host': '127.0.0.1'}, {'Host': 'named.example'},
+                        {'Host': 'OTHER.example:1'},
+                        {'Origin': 'http://localhost:%d' % self.port},
+                        {'Origin': 'http://127.0.0.1:3000'},
+                        {'Origin': 'https://named.example'}):
+            with self.subTest(headers):
+                reply = self.post(ECHO, **headers)
+                self.assertEqual(reply.status, 200)
+                self.assertNotIn('access-control',
+                                 str(reply.pairs).lower())
+
+    def test_probes_are_for_everybody_under_any_name(self):
+        for path, word in (('/healthz', b'ok\n'), ('/readyz', b'ready\n')):
+            reply = self.get(path, X_API_Key=None, Host='10.0.0.9:1',
+                             Origin='null')
+            self.assertEqual((reply.status, reply.body), (200, word))
+
+    def test_a_misspelt_parameter_of_readyz_turns_nothing_green(self):
+        for path in '/readyz?tools=s:nope', '/readyz?TOOL=s:nope':
+            self.assertEqual(self.get(path).status, 400)
+
+    def test_the_operators_endpoints_are_403_for_an_agent(self):
+        for method, path in (('GET', '/metrics'), ('POST', '/api/v1/sync')):
+            reply = self.send(method, path, b'' if method == 'POST' else
+                              None, X_API_Key=self.agent)
+            self.assertEqual(reply.status, 403)
+
+    def test_a_failed_handler_costs_only_its_request(self):
+        self.start_serve(patch='pf.cmd_servers_list = pf.worst_verdict = '
+                         'lambda *_: 1 / 0')
+        reply = self.get('/api/v1/servers')
+        self.assertEqual((reply.status, reply.error), (500,
+                                                       'internal error'))
+        self.assertEqual(self.post(ECHO).status, 500)
+        self.assertEqual(self.get('/readyz').status, 200)
+        self.assertIn('internal error: ZeroDivisionError',
+                      self.server.log())
+
+
+class Test22ServeAnswers(ServeCase):
+    """The exact answer, its record, and where both can be found again."""
+
+    def shared(self):
+        self.servers = {
+            's': self.serve(tools=[tool(annotations=SAFE), tool('plain')]),
+            'dead': self.serve('dead', die='start'),
+            'off': dict(self.serve('off', tools=[tool()]), enabled=False)}
+        self.configure(self.servers, profiles={'p': {'servers': ['off']}})
+        self.look()
+        self.start_serve()
+
+    def test_a_ready_answer(self):
+        data = self.ask_ids('s:echo').json
+        self.assertEqual(list(data), ['success', 'data'])
+        self.assertIs(data['success'], True)
+        self.assertEqual(list(data['data']), ['verdict', 'checked_at',
+                                              'tools'])
+        self.assertRegex(data['data']['checked_at'],
+                         r'\A\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z\Z')
+        row = data['data']['tools'][0]
+        self.assertEqual(list(row), ['id', 'status', 'hash', 'observed_at'])
+        self.assertRegex(row['hash'], r'\Asha256/v1:[0-9a-f]{64}\Z')
+
+    def test_keys_are_in_order_and_none_is_null(self):
+        order = ['id', 'status', 'reason', 'retryable', 'action', 'detail',
+                 'remediation', 'hash', 'did_you_mean', 'observed_at',
+                 'cause']
+        reply = self.ask_ids('s:echo', 's:ecko', 'dead:x', 'off:x', 'no:x',
+                             'x')
+        for row in reply.tools:
+            self.assertEqual(list(row), [key for key in order if key in row])
+        self.assertNotIn(b'null', reply.body)
+        keys = [set(row) - {'id', 'status', 'detail', 'remediation',
+                            'reason', 'retryable'} for row in reply.tools]
+        self.assertEqual(keys, [
+            {'hash', 'observed_at'}, {'action', 'did_you_mean',
+                                      'observed_at'},
+            {'action', 'observed_at', 'cause'}, {'action'}, {'action'},
+            {'action'}])
+
+    def test_waited_ms_is_there_when_a_wait_was_asked_for(self):
+        for wait_ms, expected in ((None, None), (0, None), (1, 0),
+                                  (10000, 0)):
+            data = self.post({'tools': [{'id': 's:echo'}],
+                              'wait_ms': wait_ms}).json['data']
+            self.assertEqual(data.get('waited_ms'), expected)
+            if expected is not None:
+                self.assertEqual(list(data)[2], 'waited_ms')
+
+    def test_the_answer_is_that_of_the_command_line(self):
+        ids = ['s:plain', ' s:echo ', 'dead:x', 's:echo', 'p:q']
+        done = self.check(*ids + ['--read-only-only'])
+        reply = self.post({'tools': [{'id': name} for name in ids],
+                           'policy': {'read_only_only': True}})
+        ours, theirs = done.json, reply.json['data']
+        del ours['checked_at'], theirs['checked_at']
+        self.assertEqual(json.dumps(theirs), json.dumps(ours))
+
+    def test_an_answer_has_one_record_with_its_request_id(self):
+        reply = self.ask_ids('s:echo', 's:nope', X_Request_Id='My_id-1')
+        self.assertEqual(reply.headers['X-Request-Id'], 'My_id-1')
+        record, = self.records(request_id='My_id-1')
+        self.assertEqual(
+            {key: record[key] for key in record
+             if key not in ('id', 'timestamp')}, {
+                 'type': 'preflight', 'source': 'api',
+                 'request_id': 'My_id-1', 'actor': 'operator',
+                 'status': 'blocked', 'metadata': {
+                     'verdict': 'unknown_ids', 'ids_count': 2,
+                     'reasons': {'not_found': 1}, 'per_tool': [
+                         {'id': 's:echo', 'status': 'ready'},
+                         {'id': 's:nope', 'status': 'unavailable',
+                          'reason': 'not_found'}]}})
+        self.assertEqual(record['timestamp'],
+                         reply.json['data']['checked_at'])
+
+    def test_our_client_is_known_by_its_header(self):
+        self.ask_ids('s:echo', X_Request_Id='by-cli',
+                     X_MCPProxy_Client='cli/1.0')
+        self.assertEqual(self.records(request_id='by-cli')[0]['source'],
+                         'cli')
+
+    def test_a_request_id_is_taken_only_if_it_is_one(self):
+        given = ['a', 'A-z_9', 'x' * 256]
+        for name in given + ['', 'a b', 'x' * 257, 'a/b', 'a\xe9', 'a;b']:
+            with self.subTest(name):
+                reply = self.get('/healthz', X_Request_Id=name)
+                found = reply.headers['X-Request-Id']
+                if name in given:
+                    self.assertEqual(found, name)
+                else:
+                    self.assertRegex(found, r'\A[0-9a-f]{8}-[0-9a-f]{4}-4'
+                                     r'[0-9a-f]{3}-[89ab][0-9a-f]{3}-'
+                                     r'[0-9a-f]{12}\Z')
+
+    def test_a_profile_narrows_the_operator_too(self):
+        reply = self.post({'tools': [{'id': 's:echo'}, {'id': 'off:x'}],
+                           'profile': 'p'})
+        self.assertEqual([row['reason'] for row in reply.tools],
+                         ['server_not_in_scope', 'server_disabled'])
+        self.assertIn('"p"', reply.tools[0]['detail'])
+
+    def test_readyz_with_ids_is_a_check(self):
+        for path, status in (
+                ('/readyz?tool=s:echo&tool=s%3Aplain', 200),
+                ('/readyz?tool=s:echo&tool=s:nope', 503),
+                ('/readyz?tool=+s:echo+', 200), ('/readyz?tool=', 503)):
+            with self.subTest(path):
+                reply = self.get(path)
+                self.assertEqual(reply.status, status)
+                self.assertIs(reply.json['success'], True)
+                self.assertEqual(len(self.records(
+                    request_id=reply.headers['X-Request-Id'])), 1)
+        reply = self.get('/readyz?' + '&'.join(['tool=s:echo'] * 101))
+        self.assertEqual(reply.status, 400)
+
+    def test_the_rest_for_the_operator(self):
+        row = self.get('/api/v1/servers').json['data']['servers'][0]
+        self.assertEqual((row['server'], row['state'], row['tools']),
+                         ('s', 'ready', 2))
+        self.assertEqual(self.get('/api/v1/tools').json['data']['tools'],
+                         self.run_cli('tools', 'list', '-o', 'json').json)
+        rows = self.get('/api/v1/servers/s/tools').json['data']['tools']
+        self.assertEqual([row['id'] for row in rows], ['s:echo', 's:plain'])
+        self.assertEqual(self.get('/api/v1/servers/zz/tools').error,
+                         'no such server')
+
+    def test_activity_can_be_searched(self):
+        for number in range(3):
+            self.ask_ids('s:echo', X_Request_Id='find-%d' % number)
+        data = self.get('/api/v1/activity?request_id=find-1').json['data']
+        self.assertEqual(list(data), ['activities', 'total', 'limit',
+                                      'offset'])
+        self.assertEqual((data['total'], data['limit'], data['offset']),
+                         (1, 50, 0))
+        row = data['activities'][0]
+        found = self.get('/api/v1/activity/' + row['id']).json['data']
+        self.assertEqual(found, {'activity': row})
+        data = self.get('/api/v1/activity?type=preflight&status=success&'
+                        'limit=1&offset=1&since=2020-01-01').json['data']
+        self.assertEqual((len(data['activities']), data['offset']), (1, 1))
+
+    def test_bad_searches_are_400_and_unknown_records_404(self):
+        for query in ('limit=0', 'limit=1001', 'limit=x', 'offset=-1',
+                      'since=yesterday', 'typ=x', 'limit=1&limit=2'):
+            with self.subTest(query):
+                self.assertEqual(self.get('/api/v1/activity?' + query)
+                                 .status, 400)
+        for name in ('x', '0' * 12 + '-00000001', '%00', '..'):
+            self.assertEqual(self.get('/api/v1/activity/' + name).status,
+                             404)
+
+    @unittest.skipUnless(os.path.exists('/usr/bin/curl')
+                         and os.path.exists('/usr/bin/awk'), 'no curl, awk')
+    def test_the_request_id_recipe_as_people_paste_it(self):
+        done = self.shell(
+            'id=$(curl -si -X POST -H "X-API-Key: $KEY" '
+            'http://127.0.0.1:%d/api/v1/preflight '
+            '-d \'{"tools":[{"id":"s:echo"}]}\' '
+            "| awk -F': ' '/X-Request-Id/{print $2}' | tr -d '\\r'); "
+            '%s --home state --config config.json activity list '
+            '--request-id "$id" -o json' % (self.port, ' '.join(
+                map(shlex.quote, [sys.executable, SCRIPT]))), KEY=self.key)
+        rows = done.json['activities']
+        self.assertEqual([row['metadata']['verdict'] for row in rows],
+                         ['ready'])
+
+    def test_a_line_of_the_log_cannot_be_forged(self):
+        self.get('/x%0a2026-01-01T00:00:00.000Z%20GET%20/%20200?k=hush-1',
+                 X_Request_Id='forged')
+        self.wait_for(lambda: 'forged' in self.server.log())
+        lines = [line for line in self.server.log().split('\n')
+                 if 'forged' in line]
+        self.assertRegex(lines[0], r'\A[0-9TZ:.-]+ GET /x%0a\S+ 404 \d+ms '
+                         r'forged -\Z')
+        self.assertNotIn('hush-1', self.server.log())
+        self.assertEqual(len(lines), 1)
+
+
+NEVER_TOLD = ('hash', 'cause', 'observed_at', 'launch', 'file', 'stderr',
+              'path', 'url', 'last_seen', 'first_seen', 'approved_hash')
+
+
+class Test22ServeAgents(ServeCase):
+    """What an agent token opens, and that it says nothing of the rest."""
+
+    def shared(self):
+        self.servers = {name: self.serve(name, tools=[tool(
+            'echo', annotations=SAFE)]) for name in ('s', 'hidden', 'own')}
+        self.servers['dead'] = self.serve('dead', die='start',
+                                          stderr='cannot open /etc/hush-2')
+        self.profiles = {'p': {'servers': ['own']},
+                         'both': {'servers': ['s', 'hidden']},
+                         'foreign': {'servers': ['hidden']}}
+        self.save()
+        self.look()
+        self.start_serve()
+        self.secret = self.token('bot', '--servers', 's,dead')
+        self.pinned = self.token('pinned', '--profile', 'p')
+
+    def save(self):
+        """Write the config as it now is."""
+        self.configure(self.servers, profiles=self.profiles)
+
+    def reasons_of(self, secret, *ids):
+        """Check ids with a token: [reason or 'ready']."""
+        return [row.get('reason', row['status'])
+                for row in self.ask_ids(*ids, X_API_Key=secret).tools]
+
+    def test_a_token_sees_its_servers_and_no_others(self):
+        self.assertEqual(self.reasons_of(
+            self.secret, 's:echo', 'hidden:echo', 'dead:x', 'elsewhere:echo',
+            's:ecco', 'x'), ['ready', 'not_found', 'server_unhealthy',
+                             'not_found', 'not_found', 'not_found'])
+
+    def test_nothing_of_this_host_is_told(self):
+        texts = [self.ask_ids('s:echo', 's:ecco', 'dead:x', 'hidden:echo',
+                              X_API_Key=self.secret).body]
+        for path in ('/api/v1/servers', '/api/v1/tools', '/api/v1/activity',
+                     '/api/v1/servers/dead/tools', '/api/v1/servers/s/tools',
+                     '/readyz?tool=dead:x', '/api/v1/servers/zz/tools',
+                     '/api/v1/activity?limit=0', '/metrics'):
+            texts.append(self.get(path, X_API_Key=self.secret).body)
+        for text in texts:
+            for word in NEVER_TOLD:
+                self.assertNotIn(b'"%s"' % word.encode(), text)
+            for word in (self.dir, 'hush-2', 'fake.py', sys.executable,
+                         'hidden"', 'sha256', '://'):
+                self.assertNotIn(word.encode(), text)
+
+    def test_out_of_scope_unknown_and_misspelt_are_the_same_bytes(self):
+        plain, found = {}, set()
+        for name in 'hidden', 'absent', 'edihhn':
+            for how, path, body in (
+                    ('check', GATE, {'tools': [{'id': name + ':echo'}]}),
+                    ('wait', GATE, {'tools': [{'id': name + ':echo'}],
+                                    'wait_ms': 5}),
+                    ('pin', GATE, {'tools': [{
+                        'id': name + ':echo', 'pin_hash': 'x'}]}),
+                    ('profile', GATE, {'tools': [{'id': 's:echo'}],
+                                       'profile': {'hidden': 'foreign'}.get(
+                                           name, name)}),
+                    ('readyz', '/readyz?tool=%s:echo' % name, None),
+                    ('tools', '/api/v1/servers/%s/tools' % name, None),
+                    ('record', '/api/v1/activity/' + name, None)):
+                data = None if body is None else json.dumps(body).encode()
+                reply = self.send('POST' if data else 'GET', path, data,
+                                  X_API_Key=self.secret, X_Request_Id='same')
+                text = re.sub(rb'"checked_at":"[^"]*"|,"did_you_mean":\[.*?\]',
+                              b'', reply.body)
+                text = text.replace(name.encode(), b'')
+                found.add(how)
+                plain.setdefault(how, set()).add((
+                    reply.status, text, tuple(sorted(
+                        pair for pair in reply.pairs
+                        if pair[0] != 'Content-Length'))))
+        self.assertEqual(len(found), 7)
+        for how, answers in plain.items():
+            with self.subTest(how):
+                self.assertEqual(len(answers), 1, answers)
+
+    def test_lists_are_cut_to_the_scope(self):
+        data = self.get('/api/v1/servers', X_API_Key=self.secret).json
+        self.assertEqual(data['data']['servers'], [
+            {'server': 's', 'state': 'ready', 'tools': 1, 'pending': 0,
+             'changed': 0},
+            {'server': 'dead', 'state': 'error', 'tools': 0, 'pending': 0,
+             'changed': 0}])
+        data = self.get('/api/v1/tools', X_API_Key=self.secret).json
+        self.assertEqual([row['id'] for row in data['data']['tools']],
+                         ['s:echo'])
+        self.assertEqual(list(data['data']['tools'][0]),
+                         list(pf.AGENT_TOOL_KEYS))
+
+    def test_records_are_the_tokens_own(self):
+        mine = self.ask_ids('s:echo', X_API_Key=self.secret)
+        other = self.ask_ids('s:echo')
+        data = self.get('/api/v1/activity',
+                        X_API_Key=self.secret).json['data']
+        self.assertEqual({row['actor'] for row in data['activities']},
+                         {'bot'})
+        self.assertEqual(data['total'], len(self.records(actor='bot')))
+        for reply, status in ((mine, 200), (other, 404)):
+            record = self.records(
+                request_id=reply.headers['X-Request-Id'])[0]
+            self.assertEqual(self.get('/api/v1/activity/' + record['id'],
+                                      X_API_Key=self.secret).status, status)
+
+    def test_no_token_is_named_like_the_operator_or_inherits_records(self):
+        done = self.cli('token', 'create', 'operator', '--servers', '*')
+        self.assertEqual((done.code, done.out), (1, ''))
+        first = self.token('again', '--servers', 's')
+        self.ask_ids('s:echo', X_API_Key=first, X_Request_Id='of-first')
+        old = self.records(request_id='of-first')[0]
+        self.cli('token', 'revoke', 'again')
+        second = self.token('again', '--servers', 's')
+        data = self.get('/api/v1/activity?since=2020-01-01',
+                        X_API_Key=second).json['data']
+        self.assertEqual(data['activities'], [])
+        self.assertEqual(self.get('/api/v1/activity/' + old['id'],
+                                  X_API_Key=second).status, 404)
+
+    def test_the_scope_is_an_intersection(self):
+        everything = self.token('all', '--servers', '*')
+        nothing = self.token('none', '--servers', '')
+        for secret, profile, expected in (
+                (everything, None, ['ready', 'ready', 'ready']),
+                (everything, 'p', ['not_found', 'not_found', 'ready']),
+                (nothing, None, ['not_found'] * 3),
+                (self.secret, 'both', ['ready', 'not_found', 'not_found']),
+                (self.pinned, None, ['not_found', 'not_found', 'ready'])):
+            with self.subTest(profile, expected=expected):
+                reply = self.post({'profile': profile, 'tools': [
+                    {'id': name + ':echo'} for name in (
+                        's', 'hidden', 'own')]}, X_API_Key=secret)
+                self.assertEqual([row.get('reason', row['status'])
+                                  for row in reply.tools], expected)
+
+    def test_an_unknown_profile_and_a_foreign_one_are_alike(self):
+        found = {self.post({'tools': [{'id': 's:echo'}], 'profile': name},
+                           X_API_Key=self.secret, X_Request_Id='x').body
+                 for name in ('foreign', 'p', 'nope')}
+        self.assertEqual(len(found), 1)
+        self.assertIn(b'"Unknown profile"', found.pop())
+
+    def test_a_deleted_pinned_profile_denies_all_until_it_is_back(self):
+        self.assertEqual(self.reasons_of(self.pinned, 'own:echo'), ['ready'])
+        held = self.profiles.pop('p')
+        self.save()
+        self.assertEqual(self.reasons_of(self.pinned, 'own:echo', 's:echo',
+                                         'zz:y'), ['not_found'] * 3)
+        self.profiles['p'] = held
+        self.save()
+        self.assertEqual(self.reasons_of(self.pinned, 'own:echo'), ['ready'])
+
+    def test_required_tools_may_be_left_to_the_token(self):
+        pin = self.ask_ids('s:echo').tools[0]['hash']
+        secret = self.token('needs', '--servers', 's', '--require',
+                            's:echo=' + pin, '--require', 's:nope')
+        for body in {}, {'tools': None}, {'wait_ms': 1}:
+            reply = self.post(body, X_API_Key=secret)
+            self.assertEqual([row['status'] for row in reply.tools],
+                             ['ready', 'unavailable'])
+        self.assertEqual(self.post({'tools': []}, X_API_Key=secret).error,
+                         'tools is empty')
+        self.assertEqual(self.post({}, X_API_Key=self.secret).error,
+                         'tools is missing')
+        self.assertEqual(self.post({'tools': [{'id': 's:echo'}]},
+                                   X_API_Key=secret).json['data']['verdict'],
+                         'ready')
+
+    def test_a_wrong_pin_shows_no_hash(self):
+        for pin in 'sha256/v1:' + '0' * 64, 'sha256/v9:' + '0' * 64, 'x':
+            reply = self.post({'tools': [{'id': 's:echo', 'pin_hash': pin}]},
+                              X_API_Key=self.secret)
+            self.assertEqual(reply.tools[0]['reason'], 'hash_mismatch')
+            self.assertNotRegex(reply.tools[0]['detail'],
+                                'v[0-9]|[0-9a-f]{8}')
+
+    def test_suggestions_stay_inside_the_scope(self):
+        rows = self.ask_ids('s:ecco', 'hidden:ecco', 'own:echo',
+                            X_API_Key=self.secret).tools
+        for row in rows:
+            for name in row.get('did_you_mean', ()):
+                self.assertTrue(name.startswith('s:'), name)
+        self.assertEqual(rows[0]['did_you_mean'], ['s:echo'])
+
+    def test_revoked_is_refused_on_the_very_next_request(self):
+        secret = self.token('brief', '--servers', 's')
+        wire = self.wire()
+        data = self.request('POST', GATE, ECHO, X_API_Key=secret)
+        self.assertEqual(wire.send(data).reply().status, 200)
+        self.cli('token', 'revoke', 'brief')
+        self.assertEqual(wire.send(data).reply().status, 401)
+        self.assertEqual(wire.send(self.request(
+            'GET', '/api/v1/servers', X_API_Key=secret)).reply().status, 401)
+
+    def test_expired_is_refused(self):
+        secret = self.token('short', '--servers', 's', '--expires', '300ms')
+        wire = self.wire()
+        data = self.request('POST', GATE, ECHO, X_API_Key=secret)
+        self.assertEqual(wire.send(data).reply().status, 200)
+        self.wait_for(lambda: wire.send(data).reply().status == 401)
+
+    def test_a_broken_config_tells_an_agent_nothing_of_it(self):
+        with open(self.config, 'rb') as file:
+            held = file.read()
+        self.addCleanup(self.write, 'config.json', held)
+        self.write('config.json', '{"mcpServers": {')
+        for reply in (self.post(ECHO, X_API_Key=self.secret),
+                      self.get('/api/v1/tools', X_API_Key=self.secret),
+                      self.get('/events', X_API_Key=self.secret)):
+            self.assertEqual(reply.status, 503)
+            self.assertNotIn('config.json', reply.error)
+            self.assertNotIn(self.dir, reply.error)
+
+    def test_a_token_on_the_socket_narrows(self):
+        path = self.path('sock')
+        self.start_serve('--socket', path, '--no-sync')
+        for headers, expected in (({'X_API_Key': None}, 'ready'),
+                                  ({'X_API_Key': self.secret}, 'not_found')):
+            reply = self.wire(path).send(self.request(
+                'POST', GATE, b'{"tools":[{"id":"own:echo"}]}',
+                **headers)).reply()
+            row = reply.tools[0]
+            self.assertEqual(row.get('reason', row['status']), expected)
+        self.assertEqual(self.wire(path).send(self.request(
+            'GET', '/metrics', X_API_Key='wrong')).reply().status, 401)
+
+
+def body_of(words):
+    """Turn the words of `tools preflight` into the body of a request."""
+    tools, pins, body, words = [], {}, {}, list(words)
+    while words:
+        word = words.pop(0)
+        if word == '--pin':
+            name, _, pin = words.pop(0).rpartition('=')
+            pins.setdefault(name, []).append(pin)
+        elif word == '--profile':
+            body['profile'] = words.pop(0)
+        elif word.startswith('--'):
+            body.setdefault('policy', {})[word[2:].replace('-', '_')] = True
+        else:
+            tools.append(word)
+    body['tools'] = [dict({'id': name}, **({'pin_hash': pin} if pin else {}))
+                     for name in tools for pin in pins.get(name, [''])]
+    return body
+
+
+class Test22ServeScenarios(ServeCase):
+    """Each reason and rule, induced for real and asked for over REST."""
+
+    def shared(self):
+        lab = Lab('build')
+        lab.setUp()
+        self.addCleanup(lab.doCleanups)
+        before = os.getcwd()
+        lab.build()
+        os.chdir(before)
+        self.dir, self.home, self.config = lab.dir, lab.home, lab.config
+        self.start_serve()
+
+    def found(self, reply, expected):
+        """Cut an answer down to what a row speaks of."""
+        data = reply.json['data']
+        first = data['tools'][0]
+        found = {key: first[key] for key in (
+            'status', 'reason', 'retryable', 'action', 'cause',
+            'did_you_mean') if key in first and 'status' in expected}
+        for key in 'cause', 'did_you_mean':
+            if key not in expected:
+                found.pop(key, None)
+        return dict(found, verdict=data['verdict'],
+                    exit_code=pf.EXIT_CODES[data['verdict']])
+
+    def test_each_row_has_its_exact_answer(self):
+        for name, (_, checks, expected) in SCENARIOS.items():
+            for words in checks:
+                with self.subTest(name, words=words):
+                    reply = self.post(body_of(words.split(' ')))
+                    if 'request_error' in expected:
+                        self.assertEqual(reply.status, 400)
+                        for part in expected['request_error']:
+                            self.assertIn(part, reply.error)
+                    else:
+                        self.assertEqual(reply.status, 200)
+                        self.assertEqual(self.found(reply, expected),
+                                         expected)
+
+    def test_each_agent_row_has_its_exact_answer(self):
+        for name, (servers, text, expected) in AGENT_SCENARIOS.items():
+            with self.subTest(name):
+                secret = self.token(name, '--servers', ','.join(
+                    server for server in servers))
+                reply = self.ask_ids(text, X_API_Key=secret)
+                self.assertEqual(self.found(reply, expected), expected)
+                self.assertFalse(set(NEVER_TOLD) & set(reply.tools[0]))
+
+
+class Test22ServeWait(ServeCase):
+    """wait_ms: what it waits for, and what ends it."""
+
+    def shared(self):
+        self.servers = {name: self.serve(name, tools=[tool()])
+                        for name in ('s', 'late', 'gone')}
+        self.configure(self.servers)
+        self.look('s')
+        self.start_serve()
+
+    def ask_slowly(self, server, wait_ms=10000, **headers):
+        """Send a check that waits: its Wire."""
+        body = json.dumps({'tools': [{'id': server + ':echo'}],
+                           'wait_ms': wait_ms}).encode()
+        return self.wire().send(self.request('POST', GATE, body, **headers))
+
+    def busy_slots(self):
+        """Read from the metrics how many slots are taken."""
+        text = self.get('/metrics').body.decode()
+        return int(re.search(r'wait_slots\{state="busy"\} (\d)',
+                             text).group(1))
+
+    def test_it_ends_when_a_sync_makes_it_ready(self):
+        wire = self.ask_slowly('late')
+        self.wait_for(lambda: self.busy_slots() == 1)
+        self.assertEqual(self.get('/healthz').status, 200)
+        self.assertEqual(self.ask_ids('s:echo').tools[0]['status'], 'ready')
+        self.sync('late')
+        data = wire.reply().json['data']
+        self.assertEqual(data['verdict'], 'ready')
+        self.assertLess(0, data['waited_ms'])
+        self.assertLess(data['waited_ms'], 10000)
+
+    def test_it_ends_when_waiting_cannot_help_any_more(self):
+        wire = self.ask_slowly('gone')
+        self.wait_for(lambda: self.busy_slots() == 1)
+        self.cli('servers', 'disable', 'gone')
+        self.addCleanup(self.cli, 'servers', 'enable', 'gone')
+        self.assertEqual(wire.reply().tools[0]['reason'], 'server_disabled')
+
+    def test_it_ends_at_its_deadline_with_one_record(self):
+        reply = self.ask_slowly('gone', 300, X_Request_Id='slow').reply()
+        data = reply.json['data']
+        self.assertEqual(data['verdict'], 'degraded_retryable')
+        self.assertGreaterEqual(data['waited_ms'], 300)
+        self.assertEqual(data['tools'][0]['reason'], 'server_initializing')
+        record, = self.records(request_id='slow')
+        self.assertEqual(record['timestamp'], data['checked_at'])
+
+    def test_what_waiting_cannot_cure_is_answered_at_once(self):
+        data = self.post({'tools': [{'id': 'gone:echo'}, {'id': 'x:y'}],
+                          'wait_ms': 10000}).json['data']
+        self.assertEqual((data['verdict'], data['waited_ms']),
+                         ('unknown_ids', 0))
+
+    def test_without_a_slot_the_answer_is_immediate(self):
+        held = [self.ask_slowly('gone') for _ in range(4)]
+        self.wait_for(lambda: self.busy_slots() == 4)
+        data = self.ask_slowly('gone').reply().json['data']
+        self.assertEqual((data['verdict'], data['waited_ms']),
+                         ('degraded_retryable', 0))
+        for wire in held:
+            wire.sock.close()
+        self.wait_for(lambda: self.busy_slots() == 0)
+
+    def test_a_vanished_client_frees_its_slot_and_leaves_no_record(self):
+        for how in 'close', 'shutdown':
+            wire = self.ask_slowly('gone', X_Request_Id='gone-' + how)
+            self.wait_for(lambda: self.busy_slots() == 1)
+            if how == 'close':
+                wire.sock.close()
+            else:
+                wire.sock.shutdown(socket.SHUT_WR)
+            self.wait_for(lambda: self.busy_slots() == 0)
+            self.ask_ids('s:echo')
+            self.assertEqual(self.records(request_id='gone-' + how), [])
+
+    def test_a_revoked_token_ends_its_wait(self):
+        secret = self.token('waits', '--servers', 'gone')
+        wire = self.ask_slowly('gone', X_API_Key=secret)
+        self.wait_for(lambda: self.busy_slots() == 1)
+        self.cli('token', 'revoke', 'waits')
+        self.assertEqual(wire.reply().status, 401)
+        self.assertEqual(self.records(actor='waits'), [])
+
+    def test_sigterm_answers_what_waits(self):
+        server = self.start_serve()
+        wire = self.ask_slowly('gone', X_Request_Id='at-the-end')
+        half = self.wire().send(self.request('POST', GATE,
+                                             Content_Length=9), b'{')
+        self.wait_for(lambda: self.busy_slots() == 1)
+        server.process.send_signal(signal.SIGTERM)
+        reply = wire.reply()
+        self.assertEqual(reply.json['data']['verdict'], 'degraded_retryable')
+        self.assertEqual(reply.headers['Connection'], 'close')
+        self.assertEqual(half.reply().status, 503)
+        self.assertEqual(server.process.wait(timeout=30), 143)
+        self.assertEqual(len(self.records(request_id='at-the-end')), 1)
+        self.assertIn('at-the-end', server.log())
+
+
+class Test22ServeLoad(ServeCase):
+    """No verdict without its record, whatever happens at once."""
+
+    patch = 'pf.BUSY_TIMEOUT_MS = 300'
+
+    def shared(self):
+        self.one_server(tool(annotations=SAFE))
+        self.start_serve()
+
+    def storm(self, clients, each):
+        """Send checks from many threads: request id -> status."""
+        found = {}
+
+        def client(number):
+            with Wire(self.port) as wire:
+                for turn in range(each):
+                    name = '%s-%d-%d' % (self.id()[-9:], number, turn)
+                    wire.send(self.request('POST', GATE, ECHO,
+                                           X_Request_Id=name))
+                    reply = wire.reply()
+                    found[reply.headers['X-Request-Id']] = reply.status
+        threads = [threading.Thread(target=client, args=(number,))
+                   for number in range(clients)]
+        for thread in threads:
+            thread.start()
+        return threads, found
+
+    def settle(self, threads, found):
+        """Check that exactly the 200s have a record each: the statuses."""
+        for thread in threads:
+            thread.join(60)
+        ids = [row['request_id'] for row in self.records(type='preflight')
+               if row['request_id'] in found]
+        self.assertEqual(sorted(ids), sorted(
+            name for name, status in found.items() if status == 200))
+        self.assertIs(self.cli('activity', 'verify', '-o', 'json')
+                      .json['ok'], True)
+        return set(found.values())
+
+    def test_every_answer_has_its_record_under_load(self):
+        threads, found = self.storm(20, 25)
+        self.assertEqual(self.settle(threads, found), {200})
+        self.assertEqual(len(found), 500)
+
+    def test_a_held_lock_is_503_in_time_and_it_recovers(self):
+        with pf.FileLock(self.path('state', 'store.lock'),
+                         self.world()) as lock:
+            self.addCleanup(lock.close)
+            threads, found = self.storm(4, 1)
+            self.assertEqual(self.get('/healthz').status, 200)
+            self.assertEqual(self.get('/api/v1/servers').status, 200)
+            for thread in threads:
+                thread.join(30)
+        self.assertEqual(self.settle(threads, found), {503})
+        self.assertEqual(self.post(ECHO).status, 200)
+
+    def test_a_database_locked_by_others_is_503_in_time(self):
+        con = sqlite3.connect(self.path('state', 'preflight.db'),
+                              isolation_level=None)
+        self.addCleanup(con.close)
+        con.execute('begin immediate')
+        threads, found = self.storm(4, 1)
+        for thread in threads:
+            thread.join(30)
+        self.assertIn('busy', self.post(ECHO).error)
+        con.execute('rollback')
+        self.assertEqual(self.settle(threads, found), {503})
+        self.assertEqual(self.post(ECHO).status, 200)
+
+    def test_a_lock_held_for_a_moment_costs_only_that(self):
+        with pf.FileLock(self.path('state', 'store.lock'),
+                         self.world()) as lock:
+            self.addCleanup(lock.close)
+            threads, found = self.storm(4, 1)
+            time.sleep(0.05)
+        self.assertEqual(self.settle(threads, found), {200})
+
+    @unittest.skipUnless(sys.platform == 'linux', 'prlimit is of Linux')
+    def test_a_full_disk_is_503_for_exactly_what_was_not_written(self):
+        import resource
+        size = os.path.getsize(self.path('state', 'preflight.db'))
+        self.start_serve(preexec_fn=lambda: resource.setrlimit(
+            resource.RLIMIT_FSIZE, (size // 2, resource.RLIM_INFINITY)))
+        statuses = self.settle(*self.storm(8, 10))
+        self.assertIn(503, statuses)
+        self.assertIn('disk I/O error', self.post(ECHO).error)
+        self.assertEqual(self.get('/healthz').status, 200)
+        resource.prlimit(self.server.process.pid, resource.RLIMIT_FSIZE,
+                         (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        self.assertEqual(self.settle(*self.storm(8, 3)), {200})
+
+    def test_a_state_moved_aside_is_not_written_to_any_more(self):
+        self.assertEqual(self.ask_ids('s:echo').tools[0]['status'], 'ready')
+        self.server.stop()
+        self.start_serve()
+        os.rename(self.path('state', 'preflight.db'), self.path('old.db'))
+        reply = self.ask_ids('s:echo', X_Request_Id='anew')
+        self.assertEqual(reply.tools[0]['reason'], 'server_initializing')
+        self.assertEqual(len(self.records(request_id='anew')), 1)
+        self.look()
+        self.assertEqual(self.ask_ids('s:echo').tools[0]['status'], 'ready')
+
+    def test_thirty_checks_a_sync_and_a_loaded_server_at_once(self):
+        with open(self.path('state', 'store.lock'), 'rb'):
+            threads, found = self.storm(8, 40)
+        words = [sys.executable, SCRIPT, '--home', self.home, '--config',
+                 self.config]
+        children = [subprocess.Popen(
+            words + ['tools', 'preflight', 's:echo', '--request-id',
+                     'cli-%d' % number], stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL) for number in range(30)]
+        children.append(subprocess.Popen(words + ['sync'],
+                                         stdout=subprocess.DEVNULL,
+                                         stderr=subprocess.DEVNULL))
+        self.assertEqual({child.wait(60) for child in children}, {0})
+        self.assertEqual(self.settle(threads, found), {200})
+        self.assertEqual(sum(row['request_id'].startswith('cli-')
+                             for row in self.records(source='cli')), 30)
+
+
+class Test22ServeFresh(ServeCase):
+    """What others decide or break meanwhile is seen by the next request."""
+
+    def shared(self):
+        self.entry = self.serve(tools=[tool()])
+        self.configure({'s': self.entry})
+        self.look()
+        self.start_serve()
+
+    def setUp(self):
+        super().setUp()
+        self.configure({'s': self.entry})
+
+    def reason(self):
+        """Check s:echo: its reason, or ready."""
+        row = self.ask_ids('s:echo').tools[0]
+        return row.get('reason', row['status'])
+
+    def test_what_the_command_line_decides(self):
+        self.assertEqual(self.reason(), 'ready')
+        for words, expected in (
+                ('tools block s:echo', 'tool_blocked_by_user'),
+                ('tools unblock s:echo', 'ready'),
+                ('servers disable s', 'server_disabled'),
+                ('servers enable s', 'ready'),
+                ('servers quarantine s', 'server_quarantined'),
+                ('servers approve s', 'ready')):
+            self.cli(*words.split(' '))
+            self.assertEqual((words, self.reason()), (words, expected))
+
+    def test_a_sync_and_an_approve(self):
+        self.serve(tools=[tool(description='Other')])
+        self.look()
+        self.assertEqual(self.reason(), 'tool_changed')
+        self.cli('tools', 'approve', 's:echo', '--yes')
+        self.assertEqual(self.reason(), 'ready')
+
+    def test_an_answer_kept_is_not_kept_past_its_age(self):
+        self.configure({'s': dict(self.entry, max_age='900ms')})
+        self.look()
+        self.assertEqual(self.reason(), 'ready')
+        self.wait_for(lambda: self.reason() == 'server_unhealthy')
+        row = self.ask_ids('s:echo').tools[0]
+        self.assertEqual(row['cause'], 'stale')
+        self.configure({'s': self.entry})
+        self.assertEqual(self.reason(), 'ready')
+
+    def test_an_edited_config(self):
+        for more, expected in (
+                ({'disabled_tools': ['echo']}, 'tool_denied_by_config'),
+                ({'enabled': False}, 'server_disabled'),
+                ({'args': self.entry['args'] + ['x']}, 'server_quarantined'),
+                ({}, 'ready')):
+            self.configure({'s': dict(self.entry, **more)})
+            self.assertEqual(self.reason(), expected)
+        self.configure({})
+        self.assertEqual(self.reason(), 'server_not_configured')
+
+    def test_a_broken_config_is_503_until_it_is_mended(self):
+        before = len(self.records())
+        self.write('config.json', '{"mcpServers":\n {"s": ')
+        for _ in range(2):
+            for reply in (self.post(ECHO), self.get('/api/v1/servers'),
+                          self.get('/api/v1/tools'), self.get('/metrics'),
+                          self.get('/readyz?tool=s:echo'),
+                          self.get('/events')):
+                self.assertEqual(reply.status, 503)
+                self.assertIs(reply.json['success'], False)
+                self.assertIn('config.json', reply.error)
+                self.assertIn('line 2', reply.error)
+        self.assertEqual(self.get('/readyz').body, b'unready\n')
+        self.assertEqual(self.get('/healthz').body, b'ok\n')
+        self.assertEqual(len(self.records()), before)
+        self.configure({'s': self.entry})
+        self.assertEqual(self.reason(), 'ready')
+        self.assertEqual(self.get('/readyz').body, b'ready\n')
+
+    def test_a_config_that_is_only_being_written_is_tried_once_more(self):
+        self.write('config.json', '{"mcpServers":')
+        wire = self.wire().send(self.request('POST', GATE, ECHO))
+        time.sleep(0.05)
+        self.configure({'s': self.entry})
+        self.assertEqual(wire.reply().status, 200)
+
+    def test_a_config_that_is_gone_is_503(self):
+        os.remove(self.config)
+        reply = self.post(ECHO)
+        self.assertEqual(reply.status, 503)
+        self.assertIn(self.config, reply.error)
+
+
+class Test22ServeAround(ServeCase):
+    """Events, metrics, readiness, sync and the description of it all."""
+
+    def shared(self):
+        self.servers = {name: self.serve(name, tools=[tool()])
+                        for name in ('s', 'other')}
+        self.configure(self.servers)
+        self.look()
+        self.start_serve('--listen', '127.0.0.1:0', '--no-sync', '--ready',
+                         's:echo,s:echo', '--ready', 'other:echo')
+        self.agent = self.token('bot', '--servers', 's')
+
+    def listen(self, **headers):
+        """Open an event stream: its Wire, past the greeting."""
+        wire = self.wire().send(self.request('GET', '/events', **headers))
+        head = wire.read_until(b'\r\n\r\n')
+        self.assertIn(b'Content-Type: text/event-stream', head)
+        self.assertIn(b'X-Request-Id', head)
+        greeting = wire.read_until(b'\n\n').decode()
+        self.assertRegex(greeting, r'\A: ready\nid: [0-9]+\Z')
+        wire.first = greeting.split(' ')[-1]
+        return wire
+
+    def event(self, wire):
+        """Read one event: (id or None, kind, data)."""
+        text = wire.read_until(b'\n\n').decode()
+        lines = dict(line.split(': ', 1) for line in text.split('\n'))
+        return lines.get('id'), lines['event'], json.loads(lines['data'])
+
+    def test_a_change_is_told_to_whom_it_concerns(self):
+        ours, theirs = self.listen(), self.listen(X_API_Key=self.agent)
+        self.cli('servers', 'disable', 'other')
+        self.cli('tools', 'block', 's:echo')
+        self.addCleanup(self.cli, 'servers', 'enable', 'other')
+        self.addCleanup(self.cli, 'tools', 'unblock', 's:echo')
+        server = {'server': 'other', 'state': 'disabled'}
+        blocked = {'id': 's:echo', 'status': 'unavailable',
+                   'reason': 'tool_blocked_by_user'}
+        self.assertEqual([self.event(ours)[1:] for _ in range(2)],
+                         [('server', server), ('tool', blocked)])
+        self.assertEqual(self.event(theirs)[1:], ('tool', blocked))
+
+    def test_a_stream_resumes_over_a_restart(self):
+        wire = self.listen()
+        self.cli('tools', 'block', 's:echo')
+        number = self.event(wire)[0]
+        self.assertLess(int(wire.first), int(number))
+        self.cli('tools', 'unblock', 's:echo')
+        self.serve('other', tools=[tool(), tool('more')])
+        self.look('other')
+        self.assertEqual(self.ask_ids('s:echo').status, 200)
+        self.start_serve()
+        again = self.listen(Last_Event_ID=number)
+        self.assertEqual(again.first, number)
+        found = [self.event(again) for _ in range(3)]
+        self.assertEqual([row[1:] for row in found], [
+            ('tool', {'id': 's:echo', 'status': 'ready'}),
+            ('server', {'server': 'other', 'state': 'ready'}),
+            ('tool', {'id': 'other:more', 'status': 'unavailable',
+                      'reason': 'tool_pending_approval'})])
+        self.assertEqual(found[1][0], found[2][0])
+        last = self.listen(Last_Event_ID='999999999')
+        self.assertEqual(last.first, self.listen(Last_Event_ID='x').first)
+
+    def test_growing_stale_is_an_event_without_an_id(self):
+        servers = dict(self.servers, s=dict(self.servers['s'],
+                                            max_age='700ms'))
+        self.configure(servers)
+        self.addCleanup(self.configure, self.servers)
+        self.look('s')
+        wire = self.listen()
+        found = self.event(wire)
+        self.assertEqual(found, (None, 'server', {'server': 's',
+                                                  'state': 'stale'}))
+
+    def test_a_server_that_left_the_config_is_not_spoken_of(self):
+        self.cli('servers', 'disable', 'other')
+        self.addCleanup(self.cli, 'servers', 'enable', 'other')
+        self.configure({'s': self.servers['s']})
+        self.addCleanup(self.configure, self.servers)
+        wire = self.listen(Last_Event_ID='1')
+        self.cli('tools', 'block', 's:nope')
+        self.addCleanup(self.cli, 'tools', 'unblock', 's:nope')
+        found = self.event(wire)
+        while found[2].get('id') != 's:nope':
+            self.assertNotEqual(found[2].get('server'), 'other')
+            found = self.event(wire)
+
+    def test_a_stream_of_a_revoked_token_ends(self):
+        secret = self.token('listener', '--servers', 's')
+        wire = self.listen(X_API_Key=secret)
+        self.cli('token', 'revoke', 'listener')
+        self.assertEqual(wire.read_until(b'never'), b'')
+
+    def test_metrics_are_prometheus_text_and_add_up(self):
+        def read():
+            text = self.get('/metrics').body.decode()
+            return text, {line.rpartition(' ')[0]: float(
+                line.rpartition(' ')[2]) for line in text.splitlines()
+                if line[0] != '#'}
+        before = read()[1]
+        self.ask_ids('s:echo', 's:nope')
+        self.ask_ids('s:echo')
+        text, after = read()
+        for line in text.splitlines():
+            self.assertRegex(line, r'\A(# (HELP|TYPE) preflight_\w+ .+|'
+                             r'preflight_\w+(\{\w+="\w+"\})? [0-9.]+)\Z')
+        for name, step in (
+                ('checks_total{verdict="ready"}', 1),
+                ('checks_total{verdict="unknown_ids"}', 1),
+                ('checks_total{verdict="blocked"}', 0),
+                ('results_total{reason="ready"}', 2),
+                ('results_total{reason="not_found"}', 1),
+                ('http_requests_total{status="200"}', 3),
+                ('audit_write_seconds_count', 2)):
+            name = 'preflight_' + name
+            self.assertEqual(after[name] - before.get(name, 0), step, name)
+        self.assertEqual(sum(value for name, value in after.items() if
+                             name.startswith('preflight_servers{')), 2)
+        self.assertEqual(text.count('# TYPE'), len(set(re.findall(
+            r'# TYPE (\w+)', text))))
+
+    def test_readyz_stands_for_a_fixed_set(self):
+        before = len(self.records(type='preflight'))
+        self.assertEqual(self.get('/readyz', X_API_Key=None).body,
+                         b'ready\n')
+        self.cli('servers', 'disable', 'other')
+        reply = self.get('/readyz', X_API_Key=None)
+        self.cli('servers', 'enable', 'other')
+        self.assertEqual((reply.status, reply.body), (503, b'unready\n'))
+        self.assertEqual(len(self.records(type='preflight')), before)
+
+    def test_the_description_names_every_route_and_the_limits(self):
+        document = self.get('/api/v1/openapi.json').json
+        self.assertEqual(document['info']['version'], pf.VERSION)
+        found = {re.sub(r'\{\w+\}', '{}', path): {
+            method.upper() for method in row}
+            for path, row in document['paths'].items()}
+        self.assertEqual(found, {path: set(row) for path, row
+                                 in pf.ROUTES.items()})
+        schema = document['paths'][GATE]['post']['requestBody'][
+            'content']['application/json']['schema']['properties']
+        self.assertEqual(set(schema), set(pf.CHECK_KEYS))
+        self.assertEqual(set(schema['policy']['properties']),
+                         set(pf.FILTERS))
+        self.assertEqual(schema['tools']['maxItems'], pf.MAX_IDS)
+        self.assertEqual(schema['wait_ms']['maximum'], pf.MAX_WAIT_MS)
+        schemas = document['components']['schemas']
+        self.assertEqual(list(schemas['result']['properties']),
+                         list(pf.Answer._fields))
+        for name in re.findall(r'"#/components/([^"]+)"', json.dumps(
+                document)):
+            kind, _, key = name.partition('/')
+            self.assertIn(key, document['components'][kind])
+
+    def test_a_sync_is_started_and_answered_at_once(self):
+        starts = self.path('starts')
+        self.serve('s', tools=[tool()], starts=starts)
+        self.addCleanup(self.serve, 's', tools=[tool()])
+        reply = self.post({'servers': ['s']}, '/api/v1/sync')
+        self.assertEqual(reply.status, 202)
+        self.assertEqual(reply.json, {'success': True, 'data': {
+            'id': reply.headers['X-Request-Id']}})
+        self.wait_for(lambda: os.path.exists(starts))
+        for body, word in (({'servers': ['zz']}, '"zz"'),
+                           ({'servers': 's'}, 'servers must be'),
+                           ({'names': []}, 'unknown key')):
+            reply = self.post(body, '/api/v1/sync')
+            self.assertEqual(reply.status, 400)
+            self.assertIn(word, reply.error)
+
+    def test_syncs_asked_for_meanwhile_are_one_more(self):
+        starts = self.path('twice')
+        self.serve('s', tools=[tool()], starts=starts,
+                   sleep={'initialize': 0.3})
+        self.addCleanup(self.serve, 's', tools=[tool()])
+        for body in b'{"servers":["s"]}', b'{"servers":["s"]}', b'', b'{}':
+            self.assertEqual(self.post(body, '/api/v1/sync').status, 202)
+
+        def count():
+            with open(starts) as file:
+                return len(file.readlines())
+        self.wait_for(lambda: os.path.exists(starts) and count() == 2)
+        time.sleep(0.4)
+        self.assertEqual(count(), 2)
+
+
+class Test22ServeStart(ServeCase):
+    """How it starts, what it listens on, and how it ends."""
+
+    def shared(self):
+        self.one_server(tool(annotations=SAFE))
+        self.key = self.port = None
+
+    def refused(self, *words, **more):
+        """Start a server that must not start: what it says."""
+        server = Server(self, ('--no-sync',) + words,
+                        more.pop('patch', ''), more)
+        self.assertEqual(server.process.wait(timeout=30), 1)
+        return server.log()
+
+    def mode(self, path):
+        """Give the permission bits of a path."""
+        return stat.S_IMODE(os.lstat(path).st_mode)
+
+    def test_a_socket_is_private_whatever_the_umask(self):
+        path = self.path('run', 'deep', 'sock')
+        server = self.start_serve('--socket', path, '--no-sync',
+                                  preexec_fn=lambda: os.umask(0))
+        self.assertIsNone(server.port)          # and no other address
+        self.assertEqual([self.mode(place) for place in (
+            path, os.path.dirname(path), self.path('run'))],
+            [0o600, 0o700, 0o700])
+        wire = self.wire(path).send(b'GET /api/v1/servers HTTP/1.0\r\n\r\n')
+        self.assertEqual(wire.reply().status, 200)
+        wire = self.wire(path).send(self.request(
+            'POST', GATE, ECHO, X_API_Key=None, Host='evil.example'))
+        self.assertEqual(wire.reply().status, 200)
+        self.assertEqual(server.stop(), 143)
+        self.assertFalse(os.path.exists(path))
+
+    def test_a_stale_socket_is_replaced_and_a_live_one_is_not(self):
+        path = self.path('sock2')
+        self.start_serve('--socket', path, '--no-sync').kill()
+        self.assertTrue(os.path.exists(path))
+        server = self.start_serve('--socket', path, '--no-sync')
+        self.assertIn('another server', self.refused('--socket', path))
+        self.assertEqual(self.wire(path).send(self.request(
+            'GET', '/healthz', X_API_Key=None)).reply().status, 200)
+        # Another server's socket stands there now: it must stay.
+        os.unlink(path)
+        later = self.start_serve('--socket', path, '--no-sync')
+        self.assertEqual(server.stop(), 143)
+        self.assertTrue(os.path.exists(path))
+        self.assertEqual(later.stop(), 143)
+
+    def test_what_is_no_socket_of_ours_is_left_alone(self):
+        path = self.write('file', 'precious')
+        self.assertIn('not a socket', self.refused('--socket', path))
+        with open(path) as file:
+            self.assertEqual(file.read(), 'precious')
+        os.symlink(path, self.path('link'))
+        self.assertIn('not a socket', self.refused('--socket',
+                                                   self.path('link')))
+
+    def test_a_long_path_is_refused_before_anything_is_bound(self):
+        said = self.refused('--socket', self.path('x' * 120))
+        self.assertIn('at most 103 bytes', said)
+        self.assertFalse(os.path.exists(self.path('x' * 120)))
+
+    @unittest.skipIf(os.geteuid(), 'only root can become somebody else')
+    def test_another_user_is_not_served_by_the_socket(self):
+        path = self.path('sock3')
+        self.start_serve('--socket', path, '--no-sync')
+        os.chmod(path, 0o666)
+        os.chmod(self.dir, 0o755)
+        child = subprocess.Popen(
+            ['/usr/bin/env', 'python3', '-I', '-c', 'import socket, sys; '
+             's = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); '
+             's.sendall(b"GET /healthz HTTP/1.0\\r\\n\\r\\n"); '
+             'print(s.recv(9))', path], stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, cwd='/', env={'PATH': '/usr/bin:/bin'},
+            preexec_fn=lambda: os.setuid(65534))
+        out, err = child.communicate(timeout=30)
+        self.assertNotIn(b'HTTP', out)
+        self.assertTrue(b"b''" in out or b'Error' in err, err)
+
+    def test_no_name_is_looked_up_at_the_start(self):
+        self.start_serve(patch='import socket; socket.getfqdn = '
+                         'socket.gethostbyaddr = lambda *_: 1 / 0')
+        self.assertEqual(self.get('/healthz').status, 200)
+
+    def test_beyond_loopback_it_takes_a_key_that_was_there(self):
+        self.home = self.path('fresh')
+        said = self.refused('--listen', '0.0.0.0:0')
+        path = os.path.join(self.home, 'api_key')
+        self.assertIn(path, said)
+        self.assertEqual(self.mode(path), 0o600)
+        with open(path) as file:
+            self.assertRegex(file.read(), r'\A[0-9a-f]{64}\n\Z')
+        self.start_serve('--listen', '0.0.0.0:0', '--no-sync')
+        self.assertEqual(self.get('/readyz?tool=s:echo', Host='10.1.2.3')
+                         .status, 401)
+        self.assertEqual(self.get('/readyz?tool=s:echo', Host='a.example')
+                         .status, 403)
+
+    def test_the_key_may_come_from_a_file_or_the_environment(self):
+        odd = 'schl\u00fcssel+%41'
+        path = self.write('key', '  %s\n' % odd)
+        self.home = self.path('keyless')
+        self.start_serve('--listen', '127.0.0.1:0', '--no-sync',
+                         '--api-key-file', path)
+        self.key = odd.encode('utf-8').decode('latin-1')
+        self.assertEqual(self.post(ECHO).status, 200)
+        self.assertEqual(self.get(
+            '/api/v1/servers?apikey=schl%C3%BCssel%2B%2541',
+            X_API_Key=None).status, 200)
+        self.assertNotIn('schl', self.server.log())
+        self.start_serve('--listen', '127.0.0.1:0', '--no-sync',
+                         env={'PREFLIGHT_API_KEY': 'hush-3'})
+        self.assertEqual(self.post(ECHO, X_API_Key='hush-3').status, 200)
+        self.assertFalse(os.path.exists(os.path.join(self.home, 'api_key')))
+
+    def test_options_that_cannot_be_are_refused(self):
+        for words, said in (
+                (('--listen', 'nowhere'), 'HOST:PORT'),
+                (('--listen', '203.0.113.7:1'), 'cannot listen'),
+                (('--listen', 'no..such:1'), 'cannot listen'),
+                (('--log-format', 'xml'), 'text or json'),
+                (('--ready', 'x'), '<server>:<tool>'),
+                (('--sync-interval', '5'), 'not a duration'),
+                (('--tls-cert', 'c'), 'go together'),
+                (('--tls-cert', 'c', '--tls-key', 'k'), 'cannot use'),
+                (('--api-key-file', 'missing'), 'missing'),
+                (('--api-key-file', os.devnull), 'is empty')):
+            with self.subTest(words):
+                if '--listen' not in words:
+                    words += ('--listen', '127.0.0.1:0')
+                said_by_it = self.refused(*words)
+                self.assertIn(said, said_by_it)
+                self.assertNotIn('Traceback', said_by_it)
+
+    def test_a_port_in_use_is_named(self):
+        with socket.socket() as held:
+            held.bind(('127.0.0.1', 0))
+            held.listen(1)
+            place = '127.0.0.1:%d' % held.getsockname()[1]
+            self.assertIn('in use', self.refused('--listen', place))
+
+    @unittest.skipUnless(os.path.exists('/usr/bin/openssl'), 'no openssl')
+    def test_tls(self):
+        import ssl
+        cert, key = self.path('cert.pem'), self.path('key.pem')
+        subprocess.check_call(
+            ['openssl', 'req', '-x509', '-newkey', 'ec', '-pkeyopt',
+             'ec_paramgen_curve:P-256', '-nodes', '-days', '2', '-subj',
+             '/CN=localhost', '-keyout', key, '-out', cert],
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.start_serve('--listen', '127.0.0.1:0', '--no-sync',
+                         '--tls-cert', cert, '--tls-key', key,
+                         patch='pf.LINGER_S = 0.2; pf.SWEEP_S = 0.05')
+        context = ssl.create_default_context(cafile=cert)
+        context.check_hostname = False
+        wire = self.wire(context=context).send(self.request(
+            'POST', GATE, ECHO) * 2)
+        for _ in range(2):
+            self.assertEqual(wire.reply().tools[0]['status'], 'ready')
+        wire.send(b'nonsense\r\n\r\n')
+        self.assertEqual(wire.reply().status, 400)
+        self.assertTrue(wire.is_ended())
+        with self.assertRaises((ssl.SSLError, ConnectionError)):
+            self.wire(context=ssl.create_default_context())
+        self.assertEqual(self.server.stop(), 143)
+        self.assertNotIn('Traceback', self.server.log())
+
+    def test_json_logs_are_one_object_a_line_and_hold_no_secret(self):
+        self.servers = {'s': dict(
+            self.serve('s', tools=[tool()], die='start',
+                       stderr='Bearer hush-4'), env={'API_KEY': 'hush-5'})}
+        self.configure(self.servers)
+        self.addCleanup(self.configure, {'s': self.entry})
+        server = self.start_serve('--listen', '127.0.0.1:0', '--log-format',
+                                  'json', env={'PREFLIGHT_API_KEY': 'hush-6'})
+        self.get('/api/v1/servers?apikey=hush-6', X_API_Key=None)
+        self.get('/a%22b%5c%0a', X_API_Key='hush-7', X_Request_Id='last')
+        self.wait_for(lambda: '"last"' in server.log())
+        self.assertEqual(server.stop(), 143)
+        rows = [json.loads(line) for line in server.log().splitlines()]
+        self.assertIn('listening on', rows[0]['message'])
+        found = next(row for row in rows if row.get('request_id') == 'last')
+        self.assertEqual(list(found), ['time', 'method', 'path', 'status',
+                                       'ms', 'request_id', 'actor'])
+        self.assertEqual((found['path'], found['status']),
+                         ('/a%22b%5c%0a', 404))
+        self.assertNotIn('hush-', server.log())
+
+    def test_it_looks_at_the_servers_at_the_start_and_every_interval(self):
+        starts = self.path('each')
+        self.serve('s', tools=[tool()], starts=starts)
+        self.addCleanup(self.serve, 's', tools=[tool()])
+
+        def count():
+            with open(starts) as file:
+                return len(file.readlines())
+        self.start_serve('--listen', '127.0.0.1:0', '--sync-interval',
+                         '100ms')
+        self.wait_for(lambda: os.path.exists(starts) and count() >= 3)
+        self.assertEqual(self.server.stop(), 143)
+        before = count()
+        self.start_serve('--listen', '127.0.0.1:0', '--sync-interval', '0')
+        self.get('/healthz')
+        time.sleep(0.3)
+        self.assertEqual(count(), before)
+
+    def test_a_sync_under_way_ends_with_the_server(self):
+        starts = self.path('hangs')
+        self.serve('s', starts=starts, sleep={'initialize': 60},
+                   ignore_term=True)
+        self.addCleanup(self.serve, 's', tools=[tool()])
+        self.start_serve('--listen', '127.0.0.1:0')
+        self.wait_for(lambda: os.path.exists(starts))
+        self.assertEqual(self.get('/healthz').status, 200)
+        self.assertEqual(self.server.stop(), 143)
+        with open(starts) as file:
+            pid = int(file.read().split()[0])
+        with self.assertRaises(ProcessLookupError):
+            os.kill(pid, 0)
+        row = self.check('s:echo').json['tools'][0]
+        self.assertNotEqual(row.get('cause'), 'interrupted')
+
+    def test_a_sync_that_cannot_run_is_told_and_backed_off(self):
+        self.start_serve('--listen', '127.0.0.1:0', '--sync-interval',
+                         '50ms', patch='pf.sys.executable = "/nowhere"')
+        self.wait_for(lambda: self.server.log().count(
+            'sync cannot be started') >= 3)
+        self.assertEqual(self.get('/healthz').status, 200)
+
+    def test_signals_end_it_with_their_number(self):
+        for number in signal.SIGINT, signal.SIGHUP:
+            self.start_serve()
+            self.assertEqual(self.server.stop(number), 128 + number)
+            self.assertNotIn('Traceback', self.server.log())
+
+
+class Test22Pauses(TempCase):
+    """Between syncs, in numbers."""
+
+    def test_the_pause_doubles_with_each_failure_up_to_eight_times(self):
+        asked = []
+
+        class Loop:
+            """Notes the pauses asked for."""
+
+            def call_later(self, seconds, run):
+                """Note one."""
+                asked.append(seconds)
+
+        class Service:
+            """What a Syncer needs of one."""
+
+            loop, is_stopping = Loop(), False
+            world = self.world(random=lambda count: b'\x80' * count)
+
+        syncer = pf.Syncer(Service, 1000)
+        for code in (0, 10, 1, 1, 1, 1, 1, 12):
+            syncer._ended(code)
+        self.assertEqual([round(seconds) for seconds in asked],
+                         [1, 1, 2, 4, 8, 8, 8, 1])
 # ==========================================================================
 # The file itself: the map, the line, uphill references, shape, imports
 # ==========================================================================

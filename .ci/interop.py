@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,12 +20,15 @@ import time
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 NPM = ['@modelcontextprotocol/server-%s@2026.8.31' % name for name in
        ('everything', 'filesystem', 'memory', 'sequential-thinking')]
+NPM.append('@modelcontextprotocol/server@2.4.0')
 PYPI = {
     'current': ['mcp-server-time==2026.10.19', 'mcp-server-git==2026.10.19',
                 'mcp-server-fetch==2026.10.24', 'mcp==2.3.0'],
     # This server was written for the library's first version and crashes
     # with the second: a server that is configured and cannot start.
     'crashing': ['mcp-server-sqlite==2025.4.25', 'mcp==2.3.0'],
+    'first': ['mcp==1.30.0'],
+    'fastmcp': ['fastmcp==4.2.3'],
 }
 # The tools each server lists, and one of them to ask for.
 EXPECTED = {
@@ -37,6 +41,32 @@ EXPECTED = {
     'fetch': (1, 'fetch'),
 }
 CRASHING = 'sqlite'
+
+SERVERS = os.path.join(ROOT, '.ci', 'servers')
+EVERYTHING = '{dir}/npm/node_modules/.bin/mcp-server-everything'
+MCP_1 = '{dir}/first/bin/python {servers}/server_mcp1.py {port} '
+MCP_2 = '{dir}/current/bin/python {servers}/server_mcp2.py {port} '
+FASTMCP = '{dir}/fastmcp/bin/python {servers}/server_fastmcp.py {port} '
+TS = 'node {servers}/server_ts.mjs {port} '
+# Servers over HTTP: how many tools, one of them, the path of the URL, its
+# type in the config, and the command.
+WEB = {
+    'web-everything': (13, 'echo', '/mcp', 'http',
+                       EVERYTHING + ' streamableHttp'),
+    'sse-everything': (13, 'echo', '/sse', 'sse', EVERYTHING + ' sse'),
+    'web-mcp-2': (2, 'add', '/mcp', None, MCP_2 + 'http'),
+    'web-mcp-2-redirected': (2, 'add', '/mcp/', 'http', MCP_2 + 'http'),
+    'web-mcp-2-json': (2, 'add', '/mcp', 'http', MCP_2 + 'json'),
+    'sse-mcp-2': (2, 'add', '/sse', None, MCP_2 + 'sse'),
+    'web-mcp-1': (2, 'add', '/mcp', None, MCP_1 + 'http'),
+    'web-mcp-1-json': (2, 'add', '/mcp', 'http', MCP_1 + 'json'),
+    'sse-mcp-1': (2, 'add', '/sse', 'sse', MCP_1 + 'sse'),
+    'web-fastmcp-paged': (5, 'e', '/mcp', 'http', FASTMCP + 'http'),
+    'sse-fastmcp': (5, 'e', '/sse', None, FASTMCP + 'sse'),
+    'web-typescript': (1, 'ping', '/mcp', None, TS),
+    'web-typescript-modern': (1, 'ping', '/mcp', None, TS + 'reject'),
+}
+EXPECTED.update((name, row[:2]) for name, row in WEB.items())
 # Children inherit the environment, but for the program's own variables;
 # whatever still carries this one afterwards was left behind.
 MARK = 'INTEROP_RUN'
@@ -70,6 +100,63 @@ def open_text(path):
 
 def call(argv):
     subprocess.check_call(argv, stdin=subprocess.DEVNULL)
+
+
+def free_port():
+    """A port that nobody listens on now."""
+    with socket.socket() as held:
+        held.bind(('127.0.0.1', 0))
+        return held.getsockname()[1]
+
+
+class WebServers:
+    """All servers over HTTP, running while it is entered.
+
+    entries: name -> entry of a config, once they listen.
+    """
+
+    def __init__(self, directory, work):
+        self.directory, self.work = directory, work
+        self.children, self.entries = [], {}
+
+    def __enter__(self):
+        try:
+            ports = [self.start(name) for name in sorted(WEB)]
+            for port in ports:
+                self.wait(port)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def start(self, name):
+        _, _, path, kind, command = WEB[name]
+        port = free_port()
+        words = [word.format(dir=self.directory, servers=SERVERS, port=port)
+                 for word in command.split()]
+        with open(os.path.join(self.work, name + '.log'), 'w') as log:
+            self.children.append(subprocess.Popen(
+                words, cwd=os.path.join(self.directory, 'npm'),
+                env=dict(os.environ, PORT=str(port)),
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+        self.entries[name] = {'url': 'http://localhost:%d%s' % (port, path)}
+        if kind:
+            self.entries[name]['type'] = kind
+        return port
+
+    @staticmethod
+    def wait(port):
+        for _ in range(300):
+            try:
+                return socket.create_connection(('127.0.0.1', port)).close()
+            except OSError:
+                time.sleep(0.1)
+        sys.exit('no server listens on port %d' % port)
+
+    def __exit__(self, *exc):
+        for child in self.children:
+            child.kill()
+            child.wait()
 
 
 def config(directory, work):
@@ -234,11 +321,14 @@ def check(directory, python):
     work = os.path.realpath(tempfile.mkdtemp(prefix='interop'))
     user = User(python, work)
     try:
-        with open(os.path.join(work, 'config.json'), 'w') as file:
-            json.dump(config(directory, work), file)
-        check_first_sync(user)
-        check_gate(user)
-        check_second_sync(user)
+        with WebServers(directory, work) as web:
+            table = config(directory, work)
+            table['mcpServers'].update(web.entries)
+            with open(os.path.join(work, 'config.json'), 'w') as file:
+                json.dump(table, file)
+            check_first_sync(user)
+            check_gate(user)
+            check_second_sync(user)
         code, _ = user.run('activity', 'verify')
         user.same('activity verify: exit code', code, 0)
         time.sleep(0.5)     # a killed child may still be going
