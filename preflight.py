@@ -82,7 +82,7 @@ BUSY_TIMEOUT_MS = 8 * SECOND_MS
 GRACE_MS = 1000                 # for each of: end of input, TERM, KILL
 QUIET_MS = 150                  # after a list_changed, before listing again
 RETRY_MS = 1000                 # before a cut event stream is resumed
-ENDPOINT_MS = 10 * SECOND_MS    # for the first event of HTTP+SSE
+ENDPOINT_MS = 5 * SECOND_MS     # for the first event of HTTP+SSE
 METADATA_MS = 5 * SECOND_MS     # to learn who signs in
 COMMIT_PAUSE_MS = 5             # so that a sync never starves the gate
 
@@ -226,9 +226,13 @@ def action_of(code, cause=''):
 
 
 def worst_verdict(codes):
-    """Give the verdict of a set of reason codes; '' stands for ready."""
+    """Give the verdict of a set of reason codes; '' stands for ready.
+
+    A code that is not known counts as blocked (contract 2).
+    """
     order = list(EXIT_CODES)
-    found = [REASONS[code].verdict if code else READY for code in codes]
+    found = [REASONS[code].verdict if code in REASONS else
+             BLOCKED if code else READY for code in codes]
     return max(found, key=order.index) if found else READY
 
 
@@ -2787,8 +2791,8 @@ def cell_text(value):
 def render_rows(rows, columns):
     """Write rows (dicts) as a table of some of their keys."""
     heads = [name.upper().replace('_', ' ') for name in columns]
-    return render_table(heads, [[cell_text(row[name]) for name in columns]
-                                for row in rows])
+    return render_table(heads, [[cell_text(row.get(name))
+                                 for name in columns] for row in rows])
 
 
 def render_fields(row):
@@ -2874,15 +2878,16 @@ def render_activities(found):
 
 World = namedtuple('World', (
     'env how home configs dialect workspace now clock sleep random stop '
-    'ask tell is_terminal ca_file'))
-World.__new__.__defaults__ = ('',)
+    'ask tell is_terminal ca_file url'))
+World.__new__.__defaults__ = ('', '')
 World.__doc__ = """What a command may know of its surroundings.
 
 env: dict. how: the command that started this run, for remedies. home: the
 state directory. configs: paths as named, () for the state's own file.
 now() -> ms; clock() -> monotonic seconds; random(n) -> bytes. stop: signal
 numbers that arrived. ask(question) -> bool; tell(line) writes to stderr.
-ca_file: certificates to trust besides the system's, '' for none.
+ca_file: certificates to trust besides the system's, '' for none. url: the
+service to ask instead of the state, '' for none.
 """
 
 OUR_CONFIG = 'mcp_config.json'
@@ -4388,6 +4393,21 @@ class HttpLink:
         return False
 
 
+class LocalLink(HttpLink):
+    """Requests over a Unix socket."""
+
+    def __init__(self, world, path):
+        super().__init__(world)
+        self.path = path
+
+    def _connect(self, pipe, origin):
+        import socket
+        pipe.place = self.path
+        pipe.sock = socket.socket(socket.AF_UNIX)
+        pipe.sock.settimeout(pipe.slice())
+        pipe.sock.connect(self.path)
+
+
 # ==========================================================================
 # 18. sync: the one thing that looks at servers (contract 9, 10)
 # ==========================================================================
@@ -4420,7 +4440,7 @@ class Talk:
         """Start what has to be started."""
 
     def renew(self):
-        """Forget a session that the server has forgotten, once."""
+        """Forget a session that the server has forgotten."""
         return False
 
 
@@ -4508,7 +4528,7 @@ class HttpTalk(Talk):
     def __init__(self, server, world):
         self.server, self.world = server, world
         self.link, self.url = HttpLink(world), server.url
-        self.session, self.is_renewed = '', False
+        self.session = ''
 
     def send(self, method, deadline, message=None, last_id=''):
         """Send one HTTP request: the HttpReply, whatever its status."""
@@ -4613,19 +4633,20 @@ class HttpTalk(Talk):
 
     def _stream(self, reply, number, deadline):
         """Yield the messages of an event stream; resume one cut short."""
-        for tries in (2, 1, 0):
+        last, tries = '', 2
+        while reply.status == 200:
             stream = EventStream(reply, deadline)
             try:
                 yield from stream.messages(number)
             finally:
                 reply.close()
-            last, wait = stream.parser.last_id, stream.parser.retry
-            if not (last and tries):
+            last, wait = stream.parser.last_id or last, stream.parser.retry
+            if not last or not tries:
                 return
+            tries -= 1
             self._pause(deadline, RETRY_MS if wait is None else wait)
             reply = self.send('GET', deadline, last_id=last)
-            if reply.status != 200:
-                return
+        reply.close()
 
     def _pause(self, deadline, wait_ms):
         end = min(deadline, self.world.clock() + wait_ms / 1000)
@@ -4638,10 +4659,10 @@ class HttpTalk(Talk):
         return iter(())
 
     def renew(self):
-        """Forget a session that the server has forgotten, once."""
-        if self.status != 404 or not self.session or self.is_renewed:
+        """Forget a session that the server has forgotten."""
+        if self.status != 404 or not self.session:
             return False
-        self.session, self.version, self.is_renewed = '', '', True
+        self.session = self.version = ''
         return True
 
     def close(self):
@@ -5492,14 +5513,19 @@ def pin_pairs(ids, pins):
     return [(word, table.get(word.strip(), '')) for word in ids]
 
 
-def _question(world, config, options):
+def check_options(options):
+    """Read what both ways of checking share: (Refs, filters that are on)."""
     refs = unique_refs(pin_pairs(options.ids, options.pin))
     if options.profile == '':
         raise UsageError('--profile is empty; an unset variable must not '
                          'loosen a check')
-    filters = frozenset(name for name in (
+    return refs, frozenset(name for name in (
         'read_only_only', 'exclude_destructive', 'exclude_open_world')
         if getattr(options, name))
+
+
+def _question(world, config, options):
+    refs, filters = check_options(options)
     return Question(refs, operator(config, options.profile), filters,
                     world.now(), config.settings, world.how,
                     places_of(world), parse_duration(options.horizon)
@@ -5526,6 +5552,12 @@ def _wait(world, store, config, question, wait_ms):
                 world.tell(line)
             told = report.stuck
         world.sleep(min(WAIT_STEP_MS, wait_ms - spent) / 1000)
+
+
+def check_request_id(text):
+    """Refuse a --request-id that would not be taken as a header."""
+    if text is not None and not re.match(REQUEST_ID, text):
+        raise UsageError('--request-id takes 1 to 256 of A-Z a-z 0-9 _ -')
 
 
 def parse_wait(text):
@@ -5604,11 +5636,8 @@ def cmd_preflight(world, options):
     when it cannot be written.
     """
     wait_ms = parse_wait(options.wait)
-    request_id = options.request_id
-    if request_id is None:
-        request_id = new_request_id(world)
-    elif not re.match(REQUEST_ID, request_id):
-        raise UsageError('--request-id takes 1 to 256 of A-Z a-z 0-9 _ -')
+    check_request_id(options.request_id)
+    request_id = options.request_id or new_request_id(world)
     config = load_config(world)
     question = _question(world, config, options)
     names, looked_at = {ref.server for ref in question.refs}, set()
@@ -6269,6 +6298,200 @@ def cmd_activity_prune(world, options):
     with Store(world.home, world) as store:
         return {'removed': prune_records(store, world.now() - keep,
                                          'operator')}
+
+
+ENV_HINT = 'Run it as: env -u PREFLIGHT_URL ...'
+
+
+def _remote_link(world):
+    """Give what carries requests to world.url: (HttpLink, base URL).
+
+    Never through a proxy: it is our own service. Raises UsageError for a
+    URL of another kind.
+    """
+    direct = world._replace(env={})
+    if world.url[:7] == 'unix://' and world.url[7:8] == '/':
+        return LocalLink(direct, world.url[7:]), 'http://localhost'
+    try:
+        kind = origin_of(world.url)[0]
+    except ValueError:
+        kind = ''
+    if kind not in ('http', 'https') or '?' in world.url:
+        raise UsageError('--url takes http://HOST:PORT, https://HOST:PORT '
+                         'or unix:///PATH')
+    return HttpLink(direct), world.url.rstrip('/')
+
+
+def call_remote(world, method, path, body=None, more=()):
+    """Ask the service at world.url: (data of its answer, request id).
+
+    more: further headers. Raises PreflightError for whatever is not the
+    envelope of contract 5 with "success": true.
+    """
+    key = world.env.get('PREFLIGHT_API_KEY', '')
+    headers = {'Accept': 'application/json', 'Content-Type':
+               'application/json', 'X-MCPProxy-Client': 'cli/' + VERSION}
+    headers.update(more)
+    if key:
+        headers['X-API-Key'] = key
+    text = None if body is None else json.dumps(body).encode('ascii')
+    deadline = world.clock() + (MAX_WAIT_MS + REQUEST_TIMEOUT_MS) / 1000
+    link, url = _remote_link(world)
+    try:
+        reply = link.request(method, url + path, headers, text, deadline)
+        try:
+            status, data = reply.status, reply.body(deadline)
+        finally:
+            reply.close()
+    except UpstreamError as exc:
+        raise PreflightError('%s: %s' % (plain_url(world.url), exc)) from exc
+    request_id = reply.headers.get('x-request-id', '')
+    try:
+        answer = decode_json(data.decode('utf-8'))
+    except ValueError as exc:
+        raise PreflightError('%s answered HTTP %d without JSON; is it '
+                             'preflight.py serve, or mcpproxy?' % (
+                                 plain_url(world.url), status)) from exc
+    why = find_refused(answer)
+    is_good = is_table(answer) and answer.get('success') is True
+    if why or not is_good or not 200 <= status < 300:
+        said = answer.get('error') if is_table(answer) else None
+        raise PreflightError('%s answered HTTP %d: %s' % (
+            plain_url(world.url), status,
+            said if is_text(said) else why or 'no error text'))
+    return answer.get('data'), request_id
+
+
+def _remote_shape(claim, what):
+    if not claim:
+        raise PreflightError('the service\'s answer is not a check\'s: %s'
+                             % what)
+
+
+def _remote_answer(item):
+    """Read one result of another program's answer (contract 2).
+
+    A reason that is not known here is not retryable. Raises PreflightError
+    for what has not the shape of contract 5.
+    """
+    _remote_shape(is_table(item) and is_text(item.get('id')),
+                  'a result has no id')
+    code = item.get('reason')
+    is_ready = item.get('status') == 'ready'
+    _remote_shape(item.get('status') in ('ready', 'unavailable')
+                  and (is_ready and code is None
+                       or not is_ready and is_text(code) and code),
+                  'status or reason of %s' % json.dumps(item['id']))
+    kinds = {'retryable': is_flag, 'did_you_mean': is_texts}
+    values = {}
+    for key in Answer._fields:
+        value = item.get(key)
+        _remote_shape(value is None or kinds.get(key, is_text)(value),
+                      '%s of %s' % (key, json.dumps(item['id'])))
+        values[key] = value
+    if code is not None and code not in REASONS:
+        values['retryable'] = False
+    return Answer(**values)
+
+
+def remote_report(data, refs, request_id):
+    """Read another program's answer to a check into a Report.
+
+    It is worth the worse of its verdict and its per-tool reasons, and
+    nothing without a result for each id asked for (contract 2).
+    """
+    _remote_shape(is_table(data) and is_list(data.get('tools'))
+                  and is_text(data.get('verdict')), 'verdict or tools')
+    answers = [_remote_answer(item) for item in data['tools']]
+    by_id = {answer.id: answer for answer in answers}
+    missing = [ref.id for ref in refs if ref.id not in by_id]
+    _remote_shape(not missing, 'no result for %s' % ', '.join(missing))
+    _remote_shape(len(answers) == len(refs), 'results nobody asked for')
+    told = data['verdict'] if data['verdict'] in EXIT_CODES else BLOCKED
+    verdict = max(told, worst_verdict([a.reason or '' for a in answers]),
+                  key=list(EXIT_CODES).index)
+    waited, at = data.get('waited_ms'), data.get('checked_at')
+    _remote_shape(is_text(at) and (waited is None or type(waited) is int),
+                  'checked_at or waited_ms')
+    return Report(verdict, at, waited, answers, request_id, [])
+
+
+def remote_preflight(world, options):
+    """Run the check at a service: a Report."""
+    wait_ms, (refs, filters) = parse_wait(options.wait), check_options(
+        options)
+    for name in ('sync', 'horizon'):
+        if getattr(options, name):
+            raise UsageError('--%s is local only' % name, ENV_HINT)
+    check_request_id(options.request_id)
+    body = {'tools': [dict({'id': ref.id}, **(
+        {'pin_hash': ref.pin} if ref.pin else {})) for ref in refs]}
+    if filters:
+        body['policy'] = dict.fromkeys(sorted(filters), True)
+    if options.profile:
+        body['profile'] = options.profile
+    if wait_ms:
+        body['wait_ms'] = wait_ms
+    more = {'X-Request-Id': options.request_id} if options.request_id else {}
+    data, request_id = call_remote(world, 'POST', '/api/v1/preflight', body,
+                                   more)
+    return remote_report(data, refs, request_id)
+
+
+def _remote_rows(world, path, key):
+    data, _ = call_remote(world, 'GET', path)
+    rows = data.get(key) if is_table(data) else None
+    if not is_list(rows) or not all(map(is_table, rows)):
+        raise PreflightError('the service\'s answer has no %s' % key)
+    return rows
+
+
+def remote_tools_list(world, options):
+    """List tools as a service tells them, of some servers or of all."""
+    from urllib.parse import quote
+    paths = ['/api/v1/servers/%s/tools' % quote(name, '')
+             for name in options.ids] or ['/api/v1/tools']
+    rows = []
+    for path in paths:
+        rows += _remote_rows(world, path, 'tools')
+    for row in rows:                        # mcpproxy has no id
+        row.setdefault('id', '%s:%s' % (
+            row.get('server_name', row.get('server')), row.get('name')))
+    return rows
+
+
+def remote_servers_list(world, options):
+    """List servers as a service tells them."""
+    rows = _remote_rows(world, '/api/v1/servers', 'servers')
+    for row in rows:                        # mcpproxy has other names
+        row.setdefault('server', row.get('name'))
+        row.setdefault('state', row.get('status'))
+    return [row for row in rows if not options.ids
+            or row['server'] in options.ids]
+
+
+def remote_activity_list(world, options):
+    """List a service's audit records."""
+    from urllib.parse import urlencode
+    given = {key: getattr(options, key) for key in (
+        'type', 'status', 'request_id', 'since', 'until', 'limit', 'offset')}
+    query = urlencode({k: v for k, v in given.items() if v is not None})
+    data, _ = call_remote(world, 'GET', '/api/v1/activity?' + query)
+    if not is_table(data) or not is_list(data.get('activities')):
+        raise PreflightError('the service\'s answer has no activities')
+    return data
+
+
+def remote_activity_show(world, options):
+    """Show one of a service's audit records."""
+    from urllib.parse import quote
+    if len(options.ids) != 1:
+        raise UsageError('give exactly one record id')
+    data, _ = call_remote(world, 'GET', '/api/v1/activity/' + quote(
+        options.ids[0], ''))
+    if not is_table(data) or not is_table(data.get('activity')):
+        raise PreflightError('the service\'s answer has no activity')
+    return data
 
 
 # ==========================================================================
@@ -8192,6 +8415,9 @@ commands:
 global options, before or after the command:
   --home DIR         state directory (else PREFLIGHT_HOME, STATE_DIRECTORY,
                      XDG_STATE_HOME/preflight, ~/.preflight)
+  --url URL          ask this service instead of the state directory (else
+                     PREFLIGHT_URL; its key is PREFLIGHT_API_KEY):
+                     http://, https:// or unix:///PATH
   --config FILE      config, may be repeated (else PREFLIGHT_CONFIG, else
                      mcp_config.json in the state directory)
   --dialect NAME     read the config files as: %s
@@ -8595,7 +8821,7 @@ def write_log(text):
             pass                # a log nobody reads stops no check
 
 
-def make_world(options, stops):
+def make_world(options, stops, url=''):
     """Gather what commands may know of their surroundings."""
     env = dict(os.environ)
     if options.home == '' or options.workspace == '':
@@ -8608,7 +8834,8 @@ def make_world(options, stops):
             json.dumps(options.dialect), ', '.join(sorted(DIALECTS))))
     return World(
         env=env, how=_started_how(options, env),
-        home=state_home(options.home, env), configs=_configs(options, env),
+        home='' if url else state_home(options.home, env),
+        configs=_configs(options, env), url=url,
         dialect=options.dialect or '', workspace=options.workspace or '',
         now=lambda: int(time.time() * 1000), clock=time.monotonic,
         sleep=time.sleep, random=os.urandom, stop=stops, ask=_ask,
@@ -8665,18 +8892,39 @@ def _data_of(verb, value):
     return sync_data(value) if verb == ('sync',) else value
 
 
+# What asks a service where --url or PREFLIGHT_URL names one (contract 6).
+REMOTE = {
+    ('tools', 'preflight'): remote_preflight,
+    ('tools', 'list'): remote_tools_list,
+    ('servers', 'list'): remote_servers_list,
+    ('activity', 'list'): remote_activity_list,
+    ('activity', 'show'): remote_activity_show,
+}
+
+
+def _url_of(verb, options, env):
+    """Give the service to ask, '' for none; an empty variable is unset."""
+    if options.url == '':
+        raise UsageError('--url is empty')
+    url = options.url or env.get('PREFLIGHT_URL', '')
+    if verb == ('serve',) and not options.url:
+        return ''
+    if url and verb not in REMOTE:
+        raise UsageError('%s is local only' % ' '.join(verb), ENV_HINT)
+    return url
+
+
 def run_command(verb, options, stops):
     """Run one command and print what it found; returns the exit code."""
     command, form = COMMANDS[verb], _format_of(options, os.environ)
-    if options.url or os.environ.get('PREFLIGHT_URL'):
-        raise UsageError('this version has no client for --url or '
-                         'PREFLIGHT_URL; the command is local only',
-                         'Run it as: env -u PREFLIGHT_URL ...')
-    world = make_world(options, stops)
+    url, run = _url_of(verb, options, os.environ), command.run
+    if url:
+        run = REMOTE[verb]
+    world = make_world(options, stops, url)
     options.progress, options.write_log = no_progress, write_log
     if sys.stderr is not None and sys.stderr.isatty():
         options.progress = show_progress
-    value = command.run(world, options)
+    value = run(world, options)
     if verb == ('tools', 'preflight') and value.verdict != READY:
         for line in value.stuck:
             print_line(line)

@@ -6648,8 +6648,8 @@ class Test17Http(WebCase):
 
     def test_notification_that_is_never_answered(self):
         web = self.web(web_script(
-            notifications_initialized=lambda request: [web_hang]))
-        self.assert_error(self.look(web.url, seconds=0.2), 'timeout',
+            notifications_initialized=[web_hang]))
+        self.assert_error(self.look(web.url, seconds=1), 'timeout',
                           'no answer to notifications/initialized')
 
     def test_stream_cut_short_is_resumed_behind_its_last_event(self):
@@ -7120,6 +7120,39 @@ class Test17Http(WebCase):
             self.assertEqual(done.code, code, done)
         self.assertEqual(self.check('s:echo', '--horizon', '900d').code, 0)
         self.assertEqual(self.check('s:echo', '--horizon', 'soon').code, 1)
+
+    def test_end_of_the_credential_among_other_states(self):
+        now = int(time.time() * 1000)
+        web = self.web(web_script())
+        self.configure({'s': {'url': web.url, 'headers': {
+            'Authorization': 'Bearer ' + jwt(exp=now // 1000 + 60)}}})
+        self.assertEqual(self.sync(env=self.proxies).code, 0)
+        world = self.world()
+        config = pf.load_config(world)
+        question = pf.Question(
+            [pf.parse_id('s:echo')], pf.operator(config), frozenset(), now,
+            config.settings, 'preflight', 'here')
+        with pf.Store(self.home, world) as store, store.write() as con:
+            def verdict(at):
+                found = pf.judge_all(snap, question._replace(now=at), 'r')
+                return found.answers[0].reason
+            snap = pf.open_snapshot(con, config)
+            self.assertIsNone(verdict(now))
+            self.assertEqual(verdict(now + 61000), 'oauth_required')
+            self.assertIsNone(verdict(now))
+            row, _, link = pf.load_link(con, 's', os.path.realpath(
+                self.config))
+            for state, reason in (('error', 'oauth_required'),
+                                  ('pending_auth', 'oauth_required')):
+                pf.save_link(con, row, link._replace(
+                    state=state, cause='refused', detail='d'))
+                snap = pf.open_snapshot(con, config)
+                self.assertEqual(verdict(now + 61000), reason)
+                self.assertEqual(verdict(now), {
+                    'error': 'server_unhealthy'}.get(state, reason))
+            pf.save_link(con, row, link._replace(launch='another'))
+            snap = pf.open_snapshot(con, config)
+            self.assertEqual(verdict(now + 61000), 'server_initializing')
 
     def test_secrets_stay_out_of_output_and_state(self):
         secrets = ('sk-live-1234', 'abcd9999', 'zzzz8888', 'pppp7777')
@@ -9896,11 +9929,15 @@ class ServeCase(CliCase):
         self.server = Server(self, words or self.words,
                              more.pop('patch', self.patch), more)
         self.port = self.server.port
-        if self.port is not None and os.path.exists(self.path(
-                'state', 'api_key')):
-            with open(self.path('state', 'api_key')) as file:
-                self.key = file.read().strip()
+        if self.server.process.poll() is None:
+            with contextlib.suppress(FileNotFoundError):
+                self.key = self.read(self.home, 'api_key')
         return self.server
+
+    def read(self, *names):
+        """Read a file of the test's directory, without its last line end."""
+        with open(self.path(*names), encoding='utf-8') as file:
+            return file.read().rstrip('\n')
 
     def wire(self, place=None, context=None):
         """Open a connection, closed with the test."""
@@ -10915,9 +10952,7 @@ class Test22ServeAgents(ServeCase):
         self.wait_for(lambda: wire.send(data).reply().status == 401)
 
     def test_a_broken_config_tells_an_agent_nothing_of_it(self):
-        with open(self.config, 'rb') as file:
-            held = file.read()
-        self.addCleanup(self.write, 'config.json', held)
+        self.addCleanup(self.write, 'config.json', self.read(self.config))
         self.write('config.json', '{"mcpServers": {')
         for reply in (self.post(ECHO, X_API_Key=self.secret),
                       self.get('/api/v1/tools', X_API_Key=self.secret),
@@ -10989,7 +11024,12 @@ class Test22ServeScenarios(ServeCase):
         for name, (_, checks, expected) in SCENARIOS.items():
             for words in checks:
                 with self.subTest(name, words=words):
-                    reply = self.post(body_of(words.split(' ')))
+                    words = words.split(' ')
+                    if words[0] == '--config':  # is said at the start
+                        self.start_serve(*self.words + tuple(words[:2]))
+                        del words[:2]
+                    reply = self.post(body_of(words))
+                    self.port = self.lab.port
                     if 'request_error' in expected:
                         self.assertEqual(reply.status, 400)
                         for part in expected['request_error']:
@@ -11121,12 +11161,12 @@ class Test22ServeLoad(ServeCase):
 
     def storm(self, clients, each):
         """Send checks from many threads: request id -> status."""
-        found = {}
+        found, start = {}, pf.new_request_id(self.world())
 
         def client(number):
             with Wire(self.port) as wire:
                 for turn in range(each):
-                    name = '%s-%d-%d' % (self.id()[-9:], number, turn)
+                    name = '%s-%d-%d' % (start, number, turn)
                     wire.send(self.request('POST', GATE, ECHO,
                                            X_Request_Id=name))
                     reply = wire.reply()
@@ -11160,7 +11200,6 @@ class Test22ServeLoad(ServeCase):
             self.addCleanup(lock.close)
             threads, found = self.storm(4, 1)
             self.assertEqual(self.get('/healthz').status, 200)
-            self.assertEqual(self.get('/api/v1/servers').status, 200)
             for thread in threads:
                 thread.join(30)
         self.assertEqual(self.settle(threads, found), {503})
@@ -11202,10 +11241,11 @@ class Test22ServeLoad(ServeCase):
         self.assertEqual(self.settle(*self.storm(8, 3)), {200})
 
     def test_a_state_moved_aside_is_not_written_to_any_more(self):
-        self.assertEqual(self.ask_ids('s:echo').tools[0]['status'], 'ready')
-        self.server.stop()
+        self.home = self.path('moving')
+        self.look()
         self.start_serve()
-        os.rename(self.path('state', 'preflight.db'), self.path('old.db'))
+        self.assertEqual(self.ask_ids('s:echo').tools[0]['status'], 'ready')
+        os.rename(self.path('moving', 'preflight.db'), self.path('old.db'))
         reply = self.ask_ids('s:echo', X_Request_Id='anew')
         self.assertEqual(reply.tools[0]['reason'], 'server_initializing')
         self.assertEqual(len(self.records(request_id='anew')), 1)
@@ -11213,8 +11253,8 @@ class Test22ServeLoad(ServeCase):
         self.assertEqual(self.ask_ids('s:echo').tools[0]['status'], 'ready')
 
     def test_thirty_checks_a_sync_and_a_loaded_server_at_once(self):
-        with open(self.path('state', 'store.lock'), 'rb'):
-            threads, found = self.storm(8, 40)
+        self.start_serve(patch='')
+        threads, found = self.storm(8, 40)
         words = [sys.executable, SCRIPT, '--home', self.home, '--config',
                  self.config]
         children = [subprocess.Popen(
@@ -11501,8 +11541,7 @@ class Test22ServeAround(ServeCase):
             self.assertEqual(self.post(body, '/api/v1/sync').status, 202)
 
         def count():
-            with open(starts) as file:
-                return len(file.readlines())
+            return self.read(starts).count('\n') + 1
         self.wait_for(lambda: os.path.exists(starts) and count() == 2)
         time.sleep(0.4)
         self.assertEqual(count(), 2)
@@ -11560,8 +11599,7 @@ class Test22ServeStart(ServeCase):
     def test_what_is_no_socket_of_ours_is_left_alone(self):
         path = self.write('file', 'precious')
         self.assertIn('not a socket', self.refused('--socket', path))
-        with open(path) as file:
-            self.assertEqual(file.read(), 'precious')
+        self.assertEqual(self.read('file'), 'precious')
         os.symlink(path, self.path('link'))
         self.assertIn('not a socket', self.refused('--socket',
                                                    self.path('link')))
@@ -11599,11 +11637,10 @@ class Test22ServeStart(ServeCase):
         path = os.path.join(self.home, 'api_key')
         self.assertIn(path, said)
         self.assertEqual(self.mode(path), 0o600)
-        with open(path) as file:
-            self.assertRegex(file.read(), r'\A[0-9a-f]{64}\n\Z')
+        self.assertRegex(self.read(path), r'\A[0-9a-f]{64}\Z')
         self.start_serve('--listen', '0.0.0.0:0', '--no-sync')
-        self.assertEqual(self.get('/readyz?tool=s:echo', Host='10.1.2.3')
-                         .status, 401)
+        self.assertIs(self.get('/readyz?tool=s:echo', Host='10.1.2.3')
+                      .json['success'], True)
         self.assertEqual(self.get('/readyz?tool=s:echo', Host='a.example')
                          .status, 403)
 
@@ -11654,6 +11691,8 @@ class Test22ServeStart(ServeCase):
     def test_tls(self):
         import ssl
         cert, key = self.path('cert.pem'), self.path('key.pem')
+        self.home = self.path('tls')
+        self.look()
         subprocess.check_call(
             ['openssl', 'req', '-x509', '-newkey', 'ec', '-pkeyopt',
              'ec_paramgen_curve:P-256', '-nodes', '-days', '2', '-subj',
@@ -11677,11 +11716,13 @@ class Test22ServeStart(ServeCase):
         self.assertNotIn('Traceback', self.server.log())
 
     def test_json_logs_are_one_object_a_line_and_hold_no_secret(self):
+        self.home = self.path('logged')
         self.servers = {'s': dict(
             self.serve('s', tools=[tool()], die='start',
                        stderr='Bearer hush-4'), env={'API_KEY': 'hush-5'})}
         self.configure(self.servers)
         self.addCleanup(self.configure, {'s': self.entry})
+        self.addCleanup(self.serve, 's', tools=[tool()])
         server = self.start_serve('--listen', '127.0.0.1:0', '--log-format',
                                   'json', env={'PREFLIGHT_API_KEY': 'hush-6'})
         self.get('/api/v1/servers?apikey=hush-6', X_API_Key=None)
@@ -11703,8 +11744,7 @@ class Test22ServeStart(ServeCase):
         self.addCleanup(self.serve, 's', tools=[tool()])
 
         def count():
-            with open(starts) as file:
-                return len(file.readlines())
+            return self.read(starts).count('\n') + 1
         self.start_serve('--listen', '127.0.0.1:0', '--sync-interval',
                          '100ms')
         self.wait_for(lambda: os.path.exists(starts) and count() >= 3)
@@ -11724,8 +11764,7 @@ class Test22ServeStart(ServeCase):
         self.wait_for(lambda: os.path.exists(starts))
         self.assertEqual(self.get('/healthz').status, 200)
         self.assertEqual(self.server.stop(), 143)
-        with open(starts) as file:
-            pid = int(file.read().split()[0])
+        pid = int(self.read(starts).split()[0])
         with self.assertRaises(ProcessLookupError):
             os.kill(pid, 0)
         row = self.check('s:echo').json['tools'][0]
@@ -11733,7 +11772,8 @@ class Test22ServeStart(ServeCase):
 
     def test_a_sync_that_cannot_run_is_told_and_backed_off(self):
         self.start_serve('--listen', '127.0.0.1:0', '--sync-interval',
-                         '50ms', patch='pf.sys.executable = "/nowhere"')
+                         '50ms', patch='import subprocess; subprocess.Popen'
+                         ' = lambda *_, **more: open("/nowhere")')
         self.wait_for(lambda: self.server.log().count(
             'sync cannot be started') >= 3)
         self.assertEqual(self.get('/healthz').status, 200)
@@ -11769,6 +11809,244 @@ class Test22Pauses(TempCase):
             syncer._ended(code)
         self.assertEqual([round(seconds) for seconds in asked],
                          [1, 1, 2, 4, 8, 8, 8, 1])
+class ScriptedService(threading.Thread):
+    """A service on loopback that answers each request as it is told."""
+
+    def __init__(self, answers):
+        super().__init__(daemon=True)
+        self.answers, self.seen = list(answers), []
+        self.sock = socket.socket()
+        self.sock.bind(('127.0.0.1', 0))
+        self.sock.listen(8)
+        self.url = 'http://127.0.0.1:%d' % self.sock.getsockname()[1]
+        self.start()
+
+    def run(self):
+        """Answer as many requests as there are answers."""
+        for status, kind, body in self.answers:
+            try:
+                peer, _ = self.sock.accept()
+            except OSError:
+                return
+            with peer:
+                peer.settimeout(5)
+                self.seen.append(self.read(peer))
+                if isinstance(body, dict):
+                    body = json.dumps(body)
+                peer.sendall(('HTTP/1.1 %d X\r\nContent-Type: %s\r\n'
+                              'X-Request-Id: theirs\r\nContent-Length: %d'
+                              '\r\nConnection: close\r\n\r\n%s' % (
+                                  status, kind, len(body.encode()),
+                                  body)).encode())
+
+    def read(self, peer):
+        """Read one request: its head and body as text."""
+        data = b''
+        while b'\r\n\r\n' not in data:
+            data += peer.recv(65536)
+        head, _, body = data.partition(b'\r\n\r\n')
+        length = re.search(rb'(?i)content-length: (\d+)', head)
+        while length and len(body) < int(length.group(1)):
+            body += peer.recv(65536)
+        return head.decode(), body.decode()
+
+    def close(self):
+        """Stop listening."""
+        self.sock.close()
+
+
+def told(*tools, **more):
+    """Make the envelope of a check's answer."""
+    data = dict({'verdict': 'ready', 'checked_at': '2026-08-27T12:00:00Z',
+                 'tools': list(tools)}, **more)
+    return 200, 'application/json', {'success': True, 'data': data}
+
+
+GOOD = {'id': 's:a', 'status': 'ready'}
+
+
+class Test23Client(TempCase):
+    """The command line as a client of serve, or of mcpproxy."""
+
+    def ask(self, answers, *args, **more):
+        """Run a command against a scripted service."""
+        service = ScriptedService(answers)
+        self.addCleanup(service.close)
+        env = {'PREFLIGHT_URL': service.url, 'PREFLIGHT_API_KEY': 'k3y'}
+        env.update(more)
+        done = self.run_cli(*args, env=env, is_placed=False)
+        self.seen = service.seen
+        return done
+
+    def check_at(self, answer, *args):
+        """Run `tools preflight s:a -o json` against one answer."""
+        return self.ask([answer], 'tools', 'preflight', 's:a', '-o', 'json',
+                        *args)
+
+    def test_the_request_is_the_contracts(self):
+        done = self.check_at(
+            told(GOOD, waited_ms=0), '--pin', 's:a=sha256/v1:' + 'a' * 64,
+            '--read-only-only', '--profile', 'p', '--wait', '2s',
+            '--request-id', 'mine')
+        self.assertEqual(done.code, 0, done)
+        head, body = self.seen[0]
+        self.assertTrue(head.startswith('POST /api/v1/preflight HTTP/1.1'))
+        for line in ('X-API-Key: k3y', 'X-Request-Id: mine',
+                     'X-MCPProxy-Client: cli/' + pf.VERSION):
+            self.assertIn(line, head)
+        self.assertEqual(json.loads(body), {
+            'tools': [{'id': 's:a', 'pin_hash': 'sha256/v1:' + 'a' * 64}],
+            'policy': {'read_only_only': True}, 'profile': 'p',
+            'wait_ms': 2000})
+
+    def test_the_answer_is_worth_the_worse_of_verdict_and_reasons(self):
+        def bad(reason, **more):
+            return dict({'id': 's:a', 'status': 'unavailable',
+                         'reason': reason, 'retryable': True}, **more)
+        rows = (
+            (GOOD, 'ready', 0), (GOOD, 'blocked', 11),
+            (GOOD, 'degraded_retryable', 10), (GOOD, 'unknown_ids', 12),
+            (GOOD, 'fantastic', 11), (bad('server_unhealthy'), 'ready', 10),
+            (bad('server_saturated'), 'ready', 11),
+            (bad('not_found'), 'degraded_retryable', 12),
+            (bad('oauth_required'), 'unknown_ids', 12))
+        for item, verdict, code in rows:
+            with self.subTest(item=item, verdict=verdict):
+                done = self.check_at(told(item, verdict=verdict))
+                self.assertEqual(done.code, code, done)
+                self.assertEqual(pf.EXIT_CODES[done.json['verdict']], code)
+
+    def test_a_reason_of_the_future_is_not_retryable(self):
+        done = self.check_at(told({'id': 's:a', 'status': 'unavailable',
+                                   'reason': 'brand_new',
+                                   'retryable': True}))
+        self.assertIs(done.json['tools'][0]['retryable'], False)
+
+    def test_further_fields_are_no_reason_to_fail(self):
+        done = self.check_at(told(dict(GOOD, extra={'a': 1}), more=[1]))
+        self.assertEqual(done.code, 0, done)
+
+    def test_what_is_not_a_checks_answer_is_exit_1(self):
+        page = (200, 'text/html', '<html>sign in</html>')
+        plain = (200, 'application/json', '{"verdict": "ready"}')
+        rows = (
+            page, plain, told(), told(dict(GOOD, id='s:b')),
+            told(GOOD, dict(GOOD, id='s:b')), told(dict(GOOD, status='ok')),
+            told({'id': 's:a', 'status': 'unavailable'}),
+            told(dict(GOOD, reason='not_found')), told('s:a'),
+            told(GOOD, verdict=None), told(GOOD, tools={}),
+            told(GOOD, waited_ms='1'), told(dict(GOOD, hash=5)),
+            (200, 'application/json', {'success': 'true', 'data': {}}),
+            (204, 'application/json', ''),
+            (503, 'application/json', told(GOOD)[2]),
+            (200, 'application/json', '{"success":true,"success":true}'))
+        for answer in rows:
+            with self.subTest(answer=answer):
+                done = self.check_at(answer)
+                self.assertEqual((done.code, done.out), (1, ''), done)
+                self.assertNotIn('Traceback', done.err)
+                self.assertNotIn('internal', done.err)
+
+    def test_a_refusal_is_told_in_the_services_words(self):
+        done = self.check_at((401, 'application/json', {
+            'success': False, 'error': 'no key\x1b[2J', 'request_id': 'x'}))
+        self.assertEqual((done.code, done.out), (1, ''))
+        self.assertIn('HTTP 401: no key\\x1b[2J', done.err)
+
+    def test_the_services_request_id_is_printed(self):
+        done = self.check_at(told(dict(GOOD), verdict='blocked'))
+        self.assertIn('request id: theirs', done.err)
+
+    def test_mcpproxy_lists_are_shown(self):
+        def envelope(key, *rows):
+            return 200, 'application/json', {
+                'success': True, 'data': {key: list(rows)}}
+        done = self.ask([envelope('servers', {'name': 'gh',
+                                              'status': 'ready'})],
+                        'servers', 'list')
+        self.assertRegex(done.out, r'(?m)^gh +ready')
+        done = self.ask([envelope('tools', {'name': 'x', 'server_name':
+                                            'gh'})], 'tools', 'list', 'gh')
+        self.assertIn('gh:x', done.out)
+        self.assertIn('GET /api/v1/servers/gh/tools', self.seen[0][0])
+
+    def test_usage_is_refused_before_anything_is_sent(self):
+        for args in (('tools', 'preflight', '--sync', 's:a'),
+                     ('tools', 'preflight', '--wait', '11s', 's:a'),
+                     ('tools', 'preflight', '--profile', '', 's:a'),
+                     ('tools', 'preflight'), ('sync',), ('config', 'check'),
+                     ('tools', 'approve', '--all'), ('activity', 'verify'),
+                     ('tools', 'preflight', '--request-id', ' ', 's:a')):
+            with self.subTest(args):
+                done = self.ask([], *args)
+                self.assertEqual((done.code, done.out, self.seen),
+                                 (1, '', []), done)
+
+    def test_what_is_local_only_names_the_way_out(self):
+        done = self.ask([], 'tools', 'show', 's:a')
+        self.assertIn('env -u PREFLIGHT_URL', done.err)
+
+    def test_a_url_of_another_kind_is_refused(self):
+        for url in ('ftp://h', 'h:80', 'unix://x', 'http://', 'http://h?x'):
+            with self.subTest(url):
+                done = self.run_cli('--url', url, 'tools', 'list',
+                                    is_placed=False)
+                self.assertEqual((done.code, done.out), (1, ''))
+                self.assertIn('--url takes', done.err)
+
+    def test_nobody_there_is_exit_1_with_the_place(self):
+        free = socket.socket()
+        self.addCleanup(free.close)
+        free.bind(('127.0.0.1', 0))
+        place = '127.0.0.1:%d' % free.getsockname()[1]
+        for url in ('http://' + place, 'unix://' + self.path('none')):
+            done = self.run_cli('--url', url, 'tools', 'preflight', 's:a',
+                                is_placed=False)
+            self.assertEqual((done.code, done.out), (1, ''))
+            self.assertIn(url[7:], done.err)
+
+    def test_no_proxy_is_asked(self):
+        done = self.ask([told(GOOD)], 'tools', 'preflight', 's:a',
+                        http_proxy='http://127.0.0.1:9',
+                        ALL_PROXY='http://127.0.0.1:9')
+        self.assertEqual(done.code, 0, done)
+
+    def test_against_serve_it_is_the_same_answer(self):
+        self.configure({'s': self.serve(tools=[tool('a')])})
+        self.sync()
+        place = self.path('sock')
+        child = subprocess.Popen(
+            [sys.executable, SCRIPT, '--home', self.home, '--config',
+             self.config, 'serve', '--no-sync', '--socket', place],
+            stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        try:
+            self.assertIn(b'listening', child.stderr.readline())
+            args = ('tools', 'preflight', 's:a', 's:b', 'nope:x', '-o',
+                    'json')
+            here = self.run_cli(*args)
+            there = self.run_cli('--url', 'unix://' + place, *args,
+                                 is_placed=False)
+            self.assertEqual((here.code, there.code), (12, 12))
+            rows = [[{key: value for key, value in row.items()
+                      if key != 'remediation'} for row in
+                     done.json['tools']] for done in (here, there)]
+            self.assertEqual(rows[0], rows[1])
+            listed = self.run_cli('--url', 'unix://' + place, 'activity',
+                                  'list', '-o', 'json', '--type',
+                                  'preflight', is_placed=False).json
+            self.assertEqual([row['source'] for row in
+                              listed['activities']], ['cli', 'cli'])
+            number = listed['activities'][0]['id']
+            shown = self.run_cli('--url', 'unix://' + place, 'activity',
+                                 'show', number, '-o', 'json',
+                                 is_placed=False)
+            self.assertEqual(shown.json['activity']['id'], number)
+        finally:
+            child.terminate()
+            child.stderr.close()
+            self.assertEqual(child.wait(), 143)
+
+
 # ==========================================================================
 # The file itself: the map, the line, uphill references, shape, imports
 # ==========================================================================
