@@ -96,6 +96,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 MAX_NOISE_BYTES = 1 << 20
 MAX_NOISE_LINES = 1000
 MAX_CONFIG_BYTES = 16 << 20
+MAX_NAMED_BYTES = 1 << 20       # of a file that a config refers to
 STDERR_TAIL_BYTES = 8 << 10
 
 HINTS = ('readOnlyHint', 'destructiveHint', 'idempotentHint',
@@ -247,13 +248,16 @@ Server = namedtuple('Server', (
     'name file dialect base transport command args env cwd url headers '
     'enabled quarantined trust_mode allow deny start_timeout '
     'request_timeout max_age client health ignore_changes overlaid '
-    'warnings'))
+    'warnings extra'))
 Server.__doc__ = """One server as its config files define it, unexpanded.
 
 file: real path of the file that defines it. base: directory that relative
 paths start from. transport: stdio, http, sse or auto. env: name -> text,
 None removes. allow: names or None for all. deny: names. max_age: or None.
 overlaid: 'env.X' and 'headers.X' that an overlay set (our expansion rules).
+extra: what some clients know beside: env_file, env_vars (names to hand
+down), env_headers (header -> variable), bearer (a variable), inputs, lacks
+(what a recipe needs), required, waits (the time-outs that the file sets).
 """
 
 Config = namedtuple('Config', 'files entries skipped profiles settings '
@@ -652,12 +656,12 @@ MASKS = (
     (r'(://[^\s?#\'"<>]*)(\?[^\s\'"<>]*)?', _mask_query),
     (r'(?i)(cookie["\']?\s*:\s*)[^\r\n"\']+', r'\1***'),
     (r'(?i)\b(bearer|basic)\s+[^\s"\',;]+', r'\1 ***'),
-    (r'(?i)(' + SECRET_NAME + r'["\']?\s*[=:]\s*)(?!\*\*\*)'
-     r'(?:' + QUOTED + r'|[^\s"\',;&]+)', r'\1***'),
+    ((r'(?i)(' + SECRET_NAME + r'["\']?\s*[=:]\s*)(?!\*\*\*)(?:'
+      + QUOTED + r'|[^\s"\',;&]+)'), r'\1***'),
     (r'(?i)((?=-)' + SECRET_NAME + r'[ \t]+)(?:' + QUOTED
      + r'|[^\s"\'-][^\s]*)', r'\1***'),
-    (r'\b(?:sk|pk|rk|gh[pousr]|glpat|xox[abeprs]|tvly|pplx|hf|pfl_agt)'
-     r'[-_][A-Za-z0-9._-]{4,}', '***'),
+    ((r'\b(?:sk|pk|rk|gh[pousr]|glpat|xox[abeprs]|tvly|pplx|hf|pfl_agt)'
+      r'[-_][A-Za-z0-9._-]{4,}'), '***'),
     (r'\b(?:github_pat_|npm_|AKIA|AIza|ya29\.|eyJ)[A-Za-z0-9._-]{12,}',
      '***'),
     (r'\b(?=[A-Za-z_]*[0-9])(?=[0-9_]*[A-Za-z])[A-Za-z0-9_]{32,}\b', '***'),
@@ -833,11 +837,14 @@ def launch_text(server):
 #    row in DIALECTS: how its owner reads an entry, and how it expands text.
 # ==========================================================================
 
-Entry = namedtuple('Entry', 'raw path file dialect base overlays')
+Entry = namedtuple('Entry', 'raw path file dialect base overlays top level '
+                            'notes')
 Entry.__doc__ = """A server's table as it stands in a file, not yet read.
 
 path: as the user named the file; file: its real path. base: directory that
 relative paths start from. overlays: (raw, path) pairs from our own files.
+top: the whole file. level: its place in the client's precedence, 2 for a
+project's. notes: what was seen while it was found.
 """
 
 # A string may lack its end, as in JSON_TOKEN.
@@ -890,6 +897,15 @@ def _json_hint(message, text, at):
     return ''
 
 
+def _misread(path, exc, text):
+    """Say where a parser stopped, whichever it was."""
+    text, at = getattr(exc, 'doc', text), getattr(exc, 'pos', 0)
+    before = text[:at]
+    return ConfigError('config %s, line %d, column %d: %s%s' % (
+        path, before.count('\n') + 1, len(before) - before.rfind('\n'),
+        getattr(exc, 'msg', exc), _json_hint(str(exc), text, at)))
+
+
 def _load_json(text, doubles):
     def pairs_seen(pairs):
         table = dict(pairs)
@@ -912,29 +928,215 @@ def _load_json(text, doubles):
                       parse_constant=refuse)
 
 
-def decode_config(data, path):
-    """Parse a config file into (table, names that stand twice).
+def decode_config(text, path):
+    """Parse JSON into (table, names that stand twice, how lenient).
 
-    Comments and trailing commas are allowed. Raises ConfigError with file,
-    line and column when it cannot be parsed.
+    How lenient: 0 for strict JSON, 1 with comments, 2 with trailing commas.
+    Raises ConfigError with file, line and column.
     """
-    text, doubles = _decode_bytes(data, path), []
+    doubles, leniency = [], 0
     try:
         try:
             table = _load_json(text, doubles)
         except ValueError:
             del doubles[:]
-            table = _load_json(blank_comments(text), doubles)
+            plain = blank_comments(text)
+            leniency = 1 if plain == re.sub(COMMENT, _blank, text) else 2
+            table = _load_json(plain, doubles)
     except ValueError as exc:
-        at = getattr(exc, 'pos', 0)
-        before = text[:at]
-        raise ConfigError('config %s, line %d, column %d: %s%s' % (
-            path, before.count('\n') + 1, len(before) - before.rfind('\n'),
-            getattr(exc, 'msg', exc), _json_hint(str(exc), text, at))
-        ) from exc
+        raise _misread(path, exc, text) from exc
     if not isinstance(table, dict):
         raise ConfigError('config %s holds no JSON object' % path)
-    return table, doubles
+    return table, doubles, leniency
+
+
+TOML_DEPTH = 64
+TOML_STRINGS = (        # pattern of a string, are its escapes read
+    ((r'"""\n?((?:[^"\\\x00-\x08\x0b-\x1f\x7f]|\\[\s\S]|"{1,2}(?!"))*'
+      r'"{0,2})"""'), True),
+    (r"'''\n?((?:[^'\x00-\x08\x0b-\x1f\x7f]|'{1,2}(?!'))*'{0,2})'''",
+     False),
+    (r'"((?:[^"\\\x00-\x08\x0a-\x1f\x7f]|\\[^\n])*)"', True),
+    (r"'([^'\x00-\x08\x0a-\x1f\x7f]*)'", False))
+TOML_ESCAPE = (r'\\(?:([btnfre"\\])|x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|'
+               r'U([0-9A-Fa-f]{8})|[ \t]*\n[ \t\n]*|([\s\S]?))')
+TOML_SCALARS = (        # of a whole word, what reads it
+    (r'true|false', 'true'.__eq__),
+    ((r'[+-]?(?:0|[1-9](?:_?[0-9])*)|0x[0-9A-Fa-f](?:_?[0-9A-Fa-f])*'
+      r'|0o[0-7](?:_?[0-7])*|0b[01](?:_?[01])*'),
+     lambda word: int(word.replace('_', ''), 0)),
+    ((r'[+-]?(?:(?:0|[1-9](?:_?[0-9])*)(?:\.[0-9](?:_?[0-9])*)?'
+      r'(?:[eE][+-]?[0-9](?:_?[0-9])*)?|inf|nan)'),
+     lambda word: float(word.replace('_', ''))),
+    # Dates and times stay text: nothing here reads them.
+    ((r'[0-9]{4}-[0-9]{2}-[0-9]{2}(?:[Tt ][0-9]{2}:[0-9]{2}(?::[0-9]{2}'
+      r'(?:\.[0-9]+)?)?(?:[Zz]|[+-][0-9]{2}:[0-9]{2})?)?'
+      r'|[0-9]{2}:[0-9]{2}(?::[0-9]{2}(?:\.[0-9]+)?)?'), str))
+
+
+class Toml:
+    """A TOML 1.1 document being read, as Codex takes it.
+
+    What it does not know it refuses, with its place; a table is never
+    skipped in silence.
+    """
+
+    def __init__(self, text):
+        self.text, self.at = text.replace('\r\n', '\n'), 0
+        self.closed = set()     # ids of values, which take no more keys
+        self.places = {}        # (id of a table, key or None) -> place
+
+    def fail(self, why, at=None):
+        """Refuse the document at a place."""
+        raise json.JSONDecodeError(why, self.text,
+                                   self.at if at is None else at)
+
+    def take(self, pattern):
+        """Step over a pattern: its match, or None when it is not here."""
+        found = re.compile(pattern).match(self.text, self.at)
+        self.at = found.end() if found else self.at
+        return found
+
+    def note(self, table, key, at):
+        """Remember where a key stands; it may stand only once."""
+        first = self.places.setdefault((id(table), key), at)
+        if first != at:
+            self.fail('%s stands twice, first in line %d' % (
+                'this table' if key is None else json.dumps(key),
+                self.text.count('\n', 0, first) + 1), at)
+
+    def string(self, kinds=TOML_STRINGS):
+        """Read a string of one of these kinds, None if none is here."""
+        for pattern, is_escaped in kinds:
+            found = self.take(pattern)
+            if found:
+                return self.plain(found) if is_escaped else found.group(1)
+        return None
+
+    def plain(self, found):
+        """Give the text of a string, its escapes read."""
+        return re.sub(TOML_ESCAPE, lambda escape: self.escaped(
+            escape, found.start(1)), found.group(1))
+
+    def escaped(self, found, start):
+        """Give the character of an escape."""
+        letter, bad = found.group(1), found.group(5)
+        code = int(found.group(2) or found.group(3) or found.group(4)
+                   or '0', 16)
+        if bad is not None or code > 0x10ffff or 0xd800 <= code < 0xe000:
+            self.fail('bad escape %s; write a Windows path in single quotes, '
+                      'or double each backslash' % found.group(),
+                      start + found.start())
+        if letter:
+            return dict(zip('btnfre"\\', '\b\t\n\f\r\x1b"\\'))[letter]
+        return chr(code) if found.lastindex else ''
+
+    def key(self):
+        """Read a dotted key: its parts."""
+        parts = []
+        while not parts or self.take(r'\.'):
+            self.take(r'[ \t]*')
+            bare = self.take(r'[A-Za-z0-9_-]+')
+            part = bare.group() if bare else self.string(TOML_STRINGS[2:])
+            if part is None or len(parts) > TOML_DEPTH:
+                self.fail('a key is expected')
+            parts.append(part)
+            self.take(r'[ \t]*')
+        return parts
+
+    def value(self, depth=0):
+        """Read a value, nested ones too."""
+        text = self.string()
+        if text is not None:
+            return text
+        if depth > TOML_DEPTH:
+            self.fail('it nests deeper than %d levels' % TOML_DEPTH)
+        if self.take(r'\['):
+            return self.items([], r'\]', lambda items: items.append(
+                self.value(depth + 1)))
+        if self.take(r'\{'):
+            return self.items({}, r'\}', lambda table: self.pair(
+                table, depth + 1))
+        word = self.take(r'[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9][0-9:.Zz+-]*'
+                         r'|[A-Za-z0-9_.:+-]+')
+        for pattern, read in TOML_SCALARS if word else ():
+            if re.match('(?:%s)\\Z' % pattern, word.group()):
+                return read(word.group())
+        return self.fail('a value is expected', word and word.start())
+
+    def items(self, held, end, read):
+        """Read what stands in brackets; since 1.1 lines may break in both."""
+        blank = r'(?:[ \t\n]|#[^\n]*)*'
+        self.take(blank)
+        while not self.take(end):
+            read(held)
+            self.take(blank)
+            if not self.take(',' + blank) and not re.compile(end).match(
+                    self.text, self.at):
+                self.fail('a comma or %s is expected' % end[1:])
+        self.closed.add(id(held))
+        return held
+
+    def pair(self, table, depth=0):
+        """Read `key = value` into a table."""
+        at, parts = self.at, self.key()
+        if not self.take(r'=[ \t]*'):
+            self.fail('= is expected')
+        table = self.descend(table, parts[:-1], at, True)
+        self.note(table, parts[-1], at)
+        if parts[-1] in table:
+            self.fail('%s is a table already' % parts[-1], at)
+        table[parts[-1]] = self.value(depth)
+
+    def descend(self, table, parts, at, is_key=False):
+        """Go down from a table, making those on the way."""
+        for part in parts:
+            if part not in table:
+                table[part] = {}
+                if is_key:
+                    self.note(table[part], None, at)
+            table = table[part]
+            if isinstance(table, list) and not (
+                    is_key or id(table) in self.closed):
+                table = table[-1]
+            if not isinstance(table, dict) or id(table) in self.closed:
+                self.fail('%s is a value already' % part, at)
+        return table
+
+    def header(self, root):
+        """Read a [table] or [[element]]: the table that follows."""
+        at, is_list = self.at, self.take(r'\[\[')
+        if not is_list:
+            self.take(r'\[')
+        parts = self.key()
+        if not self.take(r'\]\]' if is_list else r'\]'):
+            self.fail('] is expected')
+        above = self.descend(root, parts[:-1], at)
+        if is_list:
+            found = above.setdefault(parts[-1], [])
+            if not isinstance(found, list) or id(found) in self.closed:
+                self.fail('%s is no array of tables' % parts[-1], at)
+            found.append({})
+            return found[-1]
+        if isinstance(above.get(parts[-1]), list):
+            self.fail('%s is an array already' % parts[-1], at)
+        table = self.descend(above, parts[-1:], at)
+        self.note(table, None, at)
+        return table
+
+    def document(self):
+        """Read it whole."""
+        root = table = {}
+        while True:
+            self.take(r'(?:[ \t\n]|#[^\n]*)*')
+            if self.at == len(self.text):
+                return root
+            if self.text[self.at] == '[':
+                table = self.header(root)
+            else:
+                self.pair(table)
+            if not self.take(r'[ \t]*(?:#[^\n]*)?(?:\n|\Z)'):
+                self.fail('the line should end here')
 
 
 def one_of(*words):
@@ -980,38 +1182,345 @@ OUR_KEYS = {
 # What says how a server is started: never in an overlay.
 LAUNCH_KEYS = {'command': is_text, 'args': is_list, 'cwd': is_text,
                'url': is_text, 'type': is_text}
-CLAUDE_KEYS = {'timeout': None, 'request_timeout_ms': None, 'oauth': None,
-               'headersHelper': None, 'alwaysLoad': None}
-# Keys of other known clients: never a reason to warn.
+# Keys of known clients: never a reason to warn.
 CLIENT_KEYS = frozenset(
-    'alwaysAllow auth authProviderType autoApprove bearer_token_env_var '
-    'callTimeout deferTools description dev disabledTools enabled_tools '
-    'environment envFile env_http_headers env_vars excludeTools gallery '
-    'httpUrl http_headers includeTools init_timeout isolation metadata '
-    'name note oauthClientId protocol reconnect_on_use remote required '
-    'sandbox sandboxEnabled scopes serverUrl settings source '
-    'startup_timeout_ms startup_timeout_sec targetAudience timeout '
-    'tool_timeout_sec tools transport transportType trust version '
-    'watchPaths working_dir workingDirectory'.split()) | set(CLAUDE_KEYS)
+    'alwaysAllow alwaysLoad auth authProviderType autoApprove callTimeout '
+    'bearer_token_env_var default_tools_approval_mode deferTools description '
+    'dev disabledTools enabled_tools endpoint environment envFile '
+    'env_http_headers env_vars excludeTools experimental_environment gallery '
+    'headersHelper httpUrl http_headers includeTools init_timeout isolation '
+    'metadata name note oauth oauthClient oauthClientId oauthClientSecret '
+    'oauthScopes oauth_resource protocol reconnect_on_use remote '
+    'remoteConfigured request_timeout_ms required sandbox sandboxEnabled '
+    'scopes serverUrl settings skip_quarantine source startup_timeout_ms '
+    'startup_timeout_sec supports_parallel_tool_calls targetAudience '
+    'targetServiceAccount tcp timeout tool_timeout_sec tools transport '
+    'transportType trust version watchPaths working_dir '
+    'workingDirectory'.split())
+URL_KEYS = ('httpUrl', 'url', 'serverUrl', 'endpoint')
 TRANSPORTS = {'stdio': 'stdio', 'local': 'stdio', 'http': 'http',
               'streamable-http': 'http', 'streamable_http': 'http',
-              'streamableHttp': 'http', 'StreamableHTTP': 'http', 'sse': 'sse'}
-CLIENT_DIALECTS = {      # by the end of the path; what is not ours to guess
-    '.mcp.json': 'claude-code', '.claude.json': 'claude-code-user',
-    'claude_desktop_config.json': 'claude-desktop',
-    '.cursor/mcp.json': 'cursor', '.vscode/mcp.json': 'vscode',
-    '.roo/mcp.json': 'roo', '.gemini/settings.json': 'gemini',
-    'windsurf/mcp_config.json': 'windsurf', 'opencode.json': 'opencode',
-    'opencode.jsonc': 'opencode', 'mcp-config.json': 'copilot',
-    '.kiro/settings/mcp.json': 'kiro', '.mcpproxy/mcp_config.json':
-    'mcpproxy', 'cline_mcp_settings.json': 'cline',
-    '.zed/settings.json': 'zed', 'zed/settings.json': 'zed',
-    '.lmstudio/mcp.json': 'lmstudio', '.toml': 'codex',
+              'streamableHttp': 'http', 'StreamableHTTP': 'http',
+              'sse': 'sse', 'remote': 'auto'}
+
+# What is said of an entry, by the code that `config show` has for it.
+NOTES = {
+    'variable_not_expanded': 'has a variable that its client leaves as text',
+    'client_would_reject': 'would be refused by its client',
+    'mixed_transport': 'has a command and a url, or two; the first counts',
+    'env_key_ignored': 'env is ignored; its client reads environment',
+    'value_coerced': 'args that are no text are read as text',
+    'timeout_ignored': 'timeout is ignored',
+    'timeout_clamped': 'timeout is cut to what its client takes',
+    'timeout_guessed': 'timeout has no unit: from 1000 on milliseconds',
+    'quarantined': 'is quarantined by its file',
+    'duplicate_name': 'is listed twice; the last one counts',
 }
+
+Dialect = namedtuple('Dialect', 'client table bare http types leniency env '
+                                'waits allow deny own refs unset')
+Dialect.__doc__ = """How one client reads its files.
+
+client: whose files merge. table: path of the server table. bare: transport
+of a url without a type, or refused; http: what type http means. types: the
+words its owner takes, '' for any. leniency: 1 comments, 2 trailing commas.
+env: the key of the variables. waits: (key, milliseconds of its unit, 0 for
+durations, None to guess; 's'tart, 'r'equest). allow, deny: keys of tool
+lists. own: keys of ours that are its owner's too. refs: the references that
+it expands: N ${NAME}, :- a default, $ $NAME, env: ${env:NAME}, names by
+themselves; keep: an empty value beats a default. unset: a variable without
+a value stays text, is empty, or half: empty in env and headers.
+"""
+
+ANY = Dialect('', 'mcpServers', 'auto', 'http', '', 0, 'env', (), (), (), (),
+              '', 'text')
+CALL_MS = (('timeout', 1, 'r'),)
+OURS = ANY._replace(
+    leniency=2, waits=(('timeout', None, 'r'),), allow=('includeTools',),
+    deny=('disabledTools', 'excludeTools'), own=tuple(OUR_KEYS),
+    refs='N :- env: input: CLAUDE_PROJECT_DIR workspaceFolder')
+CLAUDE = ANY._replace(
+    client='claude', bare='refused', types='stdio http streamable-http sse',
+    waits=(('request_timeout_ms', 1, 'r'),) + CALL_MS,
+    refs='N :- CLAUDE_PROJECT_DIR workspaceFolder')
+CURSOR = ANY._replace(refs='env: workspaceFolder workspaceFolderBasename '
+                           'userHome pathSeparator /')
+VSCODE = CURSOR._replace(
+    client='vscode', table='servers', http='auto', leniency=2, unset='empty',
+    refs=CURSOR.refs + ' cwd workspaceFolder: input: config: command:')
+WINDSURF = ANY._replace(deny=('disabledTools',), refs='env: file:')
+OPENCODE = ANY._replace(
+    client='opencode', table='mcp', leniency=2, env='environment',
+    waits=(('timeout', 1, 's'),), refs='{env: {file:', unset='empty')
+KIRO = ANY._replace(waits=CALL_MS, deny=('disabledTools',), refs='N')
+DIALECTS = {
+    'preflight': OURS, 'generic': OURS, 'claude-code': CLAUDE,
+    'claude-code-user': CLAUDE, 'claude-plugin': CLAUDE._replace(
+        refs=CLAUDE.refs + ' CLAUDE_PLUGIN_ROOT user_config.'),
+    'claude-desktop': ANY._replace(bare='refused', types='stdio'),
+    'cursor': CURSOR, 'vscode': VSCODE,
+    'vscode-settings': VSCODE._replace(table='mcp.servers'),
+    'windsurf': WINDSURF, 'devin': WINDSURF,
+    'cline': ANY._replace(
+        bare='sse', types='stdio sse streamableHttp', refs='env:',
+        waits=(('timeout', 1000, 'sr'),)),
+    'roo': ANY._replace(
+        bare='refused', types='stdio sse streamable-http',
+        waits=(('timeout', 1000, 'r'),), deny=('disabledTools',),
+        refs='env: workspaceFolder'),
+    'codex': ANY._replace(
+        table='mcp_servers', bare='http', allow=('enabled_tools',),
+        deny=('disabled_tools',), own=('enabled_tools', 'disabled_tools'),
+        waits=(('startup_timeout_sec', 1000, 's'),
+               ('startup_timeout_ms', 1, 's'),
+               ('tool_timeout_sec', 1000, 'r'))),
+    'gemini': ANY._replace(
+        leniency=1, waits=(('timeout', 1, 'sr'),), allow=('includeTools',),
+        deny=('excludeTools',), refs='N :- $ keep', unset='half'),
+    'copilot': ANY._replace(bare='http', waits=CALL_MS, allow=('tools',),
+                            refs='N :- $'),
+    'zed': ANY._replace(table='context_servers', bare='http', leniency=2,
+                        waits=(('timeout', 1000, 'r'),)),
+    'opencode-v1': OPENCODE, 'opencode-v2': OPENCODE._replace(
+        table='mcp.servers', waits=(('startup', 1, 's'), ('request', 1, 'r'),
+                                    ('timeout', 1, 'sr'))),
+    'kiro': KIRO, 'amazon-q': KIRO._replace(refs='env:'),
+    'lmstudio': ANY._replace(waits=CALL_MS),
+    'jetbrains': OURS._replace(leniency=0, own=()),
+    'mcpproxy': ANY._replace(
+        bare='http', refs='env: keyring:', waits=(
+            ('init_timeout', 0, 's'), ('call_tool_timeout', 0, 'r')),
+        own=('enabled_tools', 'disabled_tools', 'quarantined',
+             'trust_mode')),
+    'registry': ANY,
+}
+OUR_DIALECTS = ('preflight', 'generic')
+
+# Where clients keep their files: whose, then paths, each behind the systems
+# (l Linux, m macOS, w Windows) that have it if not all do. ~ is home, {X:y}
+# a variable or y, * varies; without a root it is in a project. What stands
+# behind // (else behind the root) tells a file by its path.
+PLACES = '''
+claude-code .mcp.json; .github/mcp.json; l /etc/claude-code//managed-mcp.json;
+ m /Library/Application Support/ClaudeCode//managed-mcp.json;
+ w C:/Program Files/ClaudeCode//managed-mcp.json
+claude-code-user {CLAUDE_CONFIG_DIR:~}//.claude.json
+claude-plugin .claude-plugin/plugin.json; .plugin/plugin.json
+claude-desktop l ~/.config/Claude//claude_desktop_config.json;
+ l ~/.config/claude//claude_desktop_config.json;
+ w {LOCALAPPDATA:~/AppData/Local}/Packages/Claude_*/LocalCache/Roaming/Claude\
+//claude_desktop_config.json; mw {DATA}/Claude//claude_desktop_config.json
+cursor .cursor/mcp.json; ~//.cursor/mcp.json
+vscode .vscode/mcp.json; {DATA}//*Cod*/User/mcp.json;
+ {DATA}//*Cod*/User/profiles/*/mcp.json
+vscode-settings .vscode/settings.json; {DATA}//*Cod*/User/settings.json
+windsurf ~/.codeium//windsurf/mcp_config.json; ~//.codeium/mcp_config.json
+devin .devin/mcp_config.json; lm ~/.config//devin/mcp_config.json;
+ w {DATA}//devin/mcp_config.json; .devin/config.json
+cline {CLINE_MCP_SETTINGS_PATH}; {CLINE_DATA_DIR}/settings//\
+cline_mcp_settings.json; {CLINE_DIR:~/.cline}/data/settings//\
+cline_mcp_settings.json; {DATA}/*/User/globalStorage/saoudrizwan.claude-dev/\
+settings//cline_mcp_settings.json
+roo .roo/mcp.json; .kilocode/mcp.json; {DATA}/*/User/globalStorage/\
+/rooveterinaryinc.roo-cline/settings/mcp_settings.json
+codex .codex/config.toml; {CODEX_HOME:~/.codex}//config.toml;
+ lm //etc/codex/config.toml
+gemini .gemini/settings.json; {GEMINI_CLI_HOME:~}//.gemini/settings.json;
+ gemini-extension.json; {GEMINI_CLI_SYSTEM_SETTINGS_PATH};
+ l /etc//gemini-cli/settings.json; l /etc//gemini-cli/system-defaults.json;
+ m /Library/Application Support//GeminiCli/settings.json;
+ w C:/ProgramData//gemini-cli/settings.json
+copilot {COPILOT_HOME:~/.copilot}//mcp-config.json
+zed .zed/settings.json; l {XDG_CONFIG_HOME:~/.config}//zed/settings.json;
+ m ~/.config//zed/settings.json; w {DATA}//Zed/settings.json
+opencode-v1 opencode.json; opencode.jsonc; .opencode/opencode.json;
+ .opencode/opencode.jsonc; ~/.config/opencode//opencode.json;
+ ~/.config/opencode//opencode.jsonc; ~/.config//opencode/config.json;
+ w {LOCALAPPDATA:~/AppData/Local}//opencode/opencode.json; {OPENCODE_CONFIG};
+ {OPENCODE_CONFIG_DIR}//opencode.json; {OPENCODE_CONFIG_DIR}//opencode.jsonc;
+ codearts_cli.json
+kiro .kiro/settings/mcp.json; ~//.kiro/settings/mcp.json; .kiro/agents/*.json;
+ ~//.kiro/agents/*.json
+amazon-q .amazonq/mcp.json; .amazonq/cli-agents/*.json;
+ ~/.aws//amazonq/mcp.json; ~/.aws//amazonq/cli-agents/*.json
+lmstudio ~//.lmstudio/mcp.json; ~/.cache//lm-studio/mcp.json
+jetbrains .junie/mcp/mcp.json; ~//.junie/mcp/mcp.json; .air/mcp.json
+generic .continue/mcpServers/*.json
+mcpproxy ~//.mcpproxy/mcp_config.json
+'''
+
+
+def _places(text):
+    """Give (dialect, its places) a row."""
+    for line in text.replace('\n ', ' ').split('\n')[1:-1]:
+        dialect, _, places = line.partition(' ')
+        yield dialect, places.split('; ')
+
+
+def client_places(system, environ):
+    """List where clients keep their files: (dialect, path or pattern).
+
+    system: l, m or w. A path without a root is one of a project.
+    """
+    home = environ.get('HOME') or environ.get('USERPROFILE') or '~'
+    given = dict(environ, DATA={
+        'l': '~/.config', 'm': '~/Library/Application Support',
+        'w': environ.get('APPDATA') or '~/AppData/Roaming'}[system])
+
+    def put(found):
+        return given.get(found.group(1)) or found.group(2) or '\0'
+    for dialect, places in _places(PLACES):
+        for place in places:
+            systems, path = re.match('(?:([lmw]+) )?(.*)', place).groups()
+            path = re.sub(r'\{(\w+)(?::([^}]*))?\}', put, path)
+            if system in (systems or system) and '\0' not in path:
+                yield dialect, re.sub('^~', lambda _: home, path).replace(
+                    '//', '/')
+
+
+def dialect_of(*paths):
+    """Tell whose file it is by its paths, '' when they do not tell."""
+    paths, text = ['/' + path.replace('\\', '/') for path in paths], PLACES
+    if os.name == 'nt':
+        paths, text = [path.lower() for path in paths], text.lower()
+    lasts = tuple(path.rpartition('/')[2] for path in paths) + ('*.json',)
+    for dialect, places in _places(text):
+        for place in places:
+            if place.endswith(lasts):
+                parts = ('/' + place.split('//')[-1]).split('*')
+                if any(path.endswith(parts[-1]) and all(
+                        part in path for part in parts) for path in paths):
+                    return dialect
+    return 'codex' if paths[0].endswith('.toml') else ''
+
+
+# What in an entry tells whose it is; the most votes count.
+SIGNS = (
+    ('gemini', lambda raw: {'httpUrl', 'includeTools', 'excludeTools'}
+     & set(raw)),
+    ('windsurf', lambda raw: 'serverUrl' in raw),
+    ('copilot', lambda raw: raw.get('type') == 'local' and 'tools' in raw),
+    ('cline', lambda raw: 'transportType' in raw or raw.get('type')
+     == 'streamableHttp' or is_table(raw.get('transport'))),
+    ('roo', lambda raw: {'alwaysAllow', 'disabledTools'} <= set(raw)))
+
+
+def _by_votes(table, text):
+    """Tell whose file has a map "mcpServers" by what stands in it."""
+    votes = [dialect for dialect, is_so in (
+        ('gemini', is_table(table.get('mcp')) and {
+            'allowed', 'excluded'} & set(table['mcp'])),
+        ('claude-desktop', 'globalShortcut' in table),
+        ('claude-plugin', '${CLAUDE_PLUGIN_ROOT}' in text),
+        ('amazon-q', 'useLegacyMcpJson' in table or re.match(
+            r".*'@[^']*/", str(table.get('allowedTools'))))) if is_so]
+    for raw in filter(is_table, table['mcpServers'].values()):
+        votes += [dialect for dialect, is_so in SIGNS if is_so(raw)]
+    ranks = sorted((votes.count(dialect), dialect) for dialect in set(votes))
+    if not ranks or len(ranks) > 1 and ranks[-1][0] == ranks[-2][0]:
+        return 'generic'
+    return ranks[-1][1]
+
+
+def _by_mcp(mcp):
+    """Tell whose file has a table "mcp"; '' when it has no entries."""
+    inner = mcp.get('servers')
+    is_inner = is_table(inner) and not is_text(inner.get('type'))
+    entries = list(filter(is_table, (inner if is_inner else mcp).values()))
+    kinds = {raw['type'] for raw in entries if is_text(raw.get('type'))}
+    if kinds & {'local', 'remote'} or not kinds and not is_inner:
+        return ('opencode-v2' if is_inner else
+                'opencode-v1' if entries else '')
+    return 'vscode-settings' if is_inner else 'generic'     # Crush
+
+
+def _is_entry(raw):
+    return is_table(raw) and any(raw.get(key) is not None for key in
+                                 ('command',) + URL_KEYS)
+
+
+def _by_content(table, text):
+    """Tell whose file a table is by what stands in it."""
+    servers, projects = table.get('mcpServers'), table.get('projects')
+    is_ours = not {'profiles', *SETTINGS}.isdisjoint(table)
+    for dialect, is_so in (
+            ('preflight', is_table(servers) and is_ours),
+            ('zed', is_table(table.get('context_servers'))),
+            ('registry', is_list(table.get('packages'))
+             or is_list(table.get('remotes'))
+             or is_table(table.get('server'))
+             and 'packages' in table['server']),
+            ('mcpproxy', is_list(servers)),
+            (_by_mcp(table['mcp']) if is_table(table.get('mcp')) else '',
+             servers is None),
+            ('claude-code-user', is_table(projects) and any(
+                is_table(state) and 'mcpServers' in state
+                for state in projects.values())),
+            ('vscode', not is_table(servers) and (
+                is_table(table.get('servers'))
+                or is_list(table.get('inputs'))))):
+        if dialect and is_so:
+            return dialect
+    if is_table(servers):
+        return _by_votes(table, text)
+    if '${CLAUDE_PLUGIN_' in text and all(map(_is_entry, table.values())):
+        return 'claude-plugin'
+    return 'preflight' if is_ours else 'generic'
+
+
+File = namedtuple('File', 'path file dialect table doubles codes')
+File.__doc__ = """A config file, parsed. doubles: keys that stand twice.
+codes: what `config show` says of the file."""
+
+
+def parse_config(path, file, data, wanted=''):
+    """Parse one config file and tell its dialect: by flag, path, content.
+
+    path: as named; file: its real path, for a link of another name must not
+    hide a client's file. Raises ConfigError for what cannot be read.
+    """
+    if re.search(r'(?i)\.ya?ml$', path):
+        raise ConfigError('config %s: YAML client config is not supported'
+                          % path, 'Export or write a JSON file.')
+    text = _decode_bytes(data, path)
+    dialect = wanted or dialect_of(path, file)
+    doubles, leniency, table = [], 0, None
+    if dialect == 'codex' or not dialect and text.lstrip()[:1] not in '{/':
+        try:
+            table = Toml(text).document()
+        except ValueError as exc:
+            if dialect or 'mcp_servers' in text:
+                raise _misread(path, exc, text) from exc
+        if table and 'mcp_servers' in table:
+            dialect = 'codex'
+    if dialect != 'codex':
+        table, doubles, leniency = decode_config(text, path)
+        if not dialect:
+            dialect = _by_content(table, text)
+        elif not wanted and dialect == 'claude-code' and (
+                'mcpServers' not in table):
+            is_map = any(map(_is_entry, table.values()))
+            dialect = 'claude-plugin' if is_map else dialect
+        elif not wanted and dialect == 'opencode-v1':
+            found = is_table(table.get('mcp')) and _by_mcp(table['mcp'])
+            dialect = found if found == 'opencode-v2' else dialect
+    is_lenient = leniency > (0 if dialect == 'generic'
+                             else DIALECTS[dialect].leniency)
+    return File(path, file, dialect, table, doubles, [code for code, is_so in (
+        ('bom', data[:2] in (b'\xff\xfe', b'\xfe\xff', b'\xef\xbb')),
+        ('lenient_syntax', is_lenient), ('duplicate_key', doubles)) if is_so])
 
 
 class BadEntry(Exception):
-    """An entry that is skipped; the text says why."""
+    """An entry that is skipped; the text says why, code in one word."""
+
+    def __init__(self, text, code='bad_value'):
+        super().__init__(text)
+        self.code = code
+
+
+def _note(code, more=''):
+    return NOTES[code] + (': ' + more if more else '')
 
 
 def _check(raw, keys, where=''):
@@ -1042,31 +1551,199 @@ def _as_texts(table, field, can_remove=False):
     return out
 
 
-def _transport(raw):
+def _first(raw, *keys):
+    return next((raw[key] for key in keys if raw.get(key) not in (None, '')),
+                None)
+
+
+def _flatten(raw, dialect, notes):
+    """Bring the spellings of all clients to those of LAUNCH_KEYS."""
+    row, flat, command = DIALECTS[dialect], dict(raw), raw.get('command')
+    if is_table(raw.get('transport')):              # as Cline's CLI writes
+        flat.update(raw['transport'], transport=None)
+    if is_table(command) and dialect == 'zed':      # until 2025
+        flat.update(command=command.get('path'), args=command.get('args'),
+                    env=command.get('env'))
+        notes.append(_note('client_would_reject', 'command is an object'))
+    elif is_texts(command) and command:
+        flat.update(command=command[0], args=command[1:] + (
+            flat['args'] if is_list(flat.get('args')) else []))
+        if row.client != 'opencode' and dialect not in OUR_DIALECTS:
+            notes.append(_note('client_would_reject', 'command is an array'))
+    urls = [flat[key] for key in URL_KEYS if flat.get(key)]
+    if len(urls) + bool(flat.get('command')) > 1:
+        notes.append(_note('mixed_transport'))
+        if dialect in ('codex', 'roo') and flat.get('command'):
+            notes.append(_note('client_would_reject'))
+    if row.env != 'env' and flat.get('env') is not None:
+        notes.append(_note('env_key_ignored'))
+    kind = _first(flat, 'type', 'transport', 'transportType', 'protocol')
+    if dialect == 'codex' or dialect == 'mcpproxy' and kind == 'auto':
+        kind = None
+    flat.update(
+        type=kind, url=urls[0] if urls else None, env=flat.get(row.env),
+        cwd=_first(flat, 'cwd', 'working_dir', 'workingDirectory'),
+        headers=_first(flat, 'headers', 'http_headers'))
+    return flat
+
+
+def _transport(raw, flat, dialect, notes):
     """Tell the transport of an entry by its type, command and url."""
-    kind = raw.get('type')
-    if kind is not None and kind not in TRANSPORTS:
-        raise BadEntry('unknown type %s' % json.dumps(kind))
-    if raw.get('command'):
+    kind, url, row = flat['type'], flat['url'] or '', DIALECTS[dialect]
+    if kind in ('sdk', 'sse-ide', 'ws-ide', 'builtin'):
+        raise BadEntry('type %s is inside its client' % json.dumps(kind),
+                       'client_internal')
+    if kind is not None and kind not in TRANSPORTS or re.match(
+            '(?i)(?:wss?|unix|pipe):', url):
+        raise BadEntry('unknown type %s' % json.dumps(
+            kind or url.split(':')[0]), 'unsupported_transport')
+    if row.types and raw.get('type') and kind not in row.types.split():
+        notes.append(_note('client_would_reject', 'type ' + json.dumps(kind)))
+    if flat.get('command'):
         return 'stdio'
-    if raw.get('url'):
-        kind = TRANSPORTS.get(kind, 'auto')
-        if kind != 'stdio':
-            return kind
-    raise BadEntry('it has no command and no url' if kind is None else
-                   'type %s needs a %s' % (
-                       kind, 'command' if TRANSPORTS[kind] == 'stdio'
-                       else 'url'))
+    found = TRANSPORTS.get(kind, 'http' if flat.get('httpUrl') else row.bare)
+    if url and found == 'refused':
+        notes.append(_note('client_would_reject', 'a url without a type'))
+        return 'auto'
+    if url and found != 'stdio':
+        return row.http if found == 'http' else found
+    if dialect == 'zed' and (flat.get('source') == 'extension'
+                             or 'settings' in flat):
+        raise BadEntry('it belongs to an extension', 'extension_managed')
+    if kind is None:
+        raise BadEntry(
+            'it has no command and no url', 'override_only' if raw and
+            set(raw) <= {'enabled', 'disabled'} else 'no_transport')
+    raise BadEntry('type %s needs a %s' % (
+        kind, 'command' if TRANSPORTS[kind] == 'stdio' else 'url'),
+        'no_transport')
 
 
 def _duration(raw, key):
     return parse_duration(raw[key]) if raw.get(key) is not None else None
 
 
+def _milliseconds(value, unit):
+    """Read a time-out of a client's file, None for one that is ignored."""
+    if unit == 0:
+        return parse_duration(value) if is_duration(value) else None
+    if is_flag(value) or not isinstance(value, (int, float)):
+        return None
+    ms = value * (unit or (1 if value >= 1000 else 1000))
+    return int(ms) if 0 < ms <= MAX_DURATION_MS else None
+
+
+def _waits(entry, notes):
+    """Read the time-outs of an entry: 's' and 'r' -> milliseconds."""
+    raw, out, dialect = entry.raw, {}, entry.dialect
+    top = {'opencode-v2': entry.top.get('mcp'), 'mcpproxy': entry.top}.get(
+        dialect) or {}
+    if is_table(raw.get('timeout', top.get('timeout'))):
+        raw = raw.get('timeout', top.get('timeout'))
+    for key, unit, ends in DIALECTS[dialect].waits:
+        value = raw.get(key, top.get(key))
+        if value is None or is_table(value) or set(ends) <= set(out):
+            continue
+        ms, low = _milliseconds(value, unit), 1
+        if unit is None and ms:
+            notes.append(_note('timeout_guessed'))
+        if dialect == 'cline' and ms and not 1000 <= ms <= 3600000:
+            notes.append(_note('timeout_clamped'))
+            ms = min(max(ms, 1000), 3600000)
+        if dialect == 'roo' or DIALECTS[dialect].client == 'claude':
+            low = 1000
+        if not ms or ms < low or dialect == 'roo' and ms > 3600000:
+            notes.append(_note('timeout_ignored', '%s is %s' % (
+                key, json.dumps(value)[:40])))
+            continue
+        for end in ends:
+            out.setdefault(end, ms)
+    return out
+
+
+def _list_of(raw, keys):
+    """Read a client's list of tool names, None if there is none."""
+    names = None
+    for key in keys:
+        _check(raw, {key: is_texts})
+        if raw.get(key) is not None:
+            names = (names or []) + [
+                name.split('(')[0] if key == 'includeTools' else name
+                for name in raw[key]]
+    return None if keys == ('tools',) and names and '*' in names else names
+
+
 def _is_on(raw):
     if raw.get('disabled') is True:
         return False
     return raw.get('enabled') is not False
+
+
+def _is_listed_on(name, entry):
+    """Tell whether the lists of a client's file leave a server on."""
+    lists = entry.top.get('mcp') if entry.dialect == 'gemini' else None
+    if entry.dialect == 'mcpproxy' and entry.raw.get('enabled') is None:
+        return False
+    return not is_table(lists) or not (
+        is_list(lists.get('excluded')) and name in lists['excluded']
+        or is_list(lists.get('allowed')) and name not in lists['allowed'])
+
+
+def _extra(entry):
+    """Collect what only some clients know, for when it is contacted."""
+    raw, dialect, extra = entry.raw, entry.dialect, {}
+    if dialect == 'codex':
+        _check(raw, {'env_vars': is_list, 'env_http_headers': is_table,
+                     'bearer_token_env_var': is_text})
+        extra = {'env_vars': [name for name in (
+            one.get('name') if is_table(one) else one
+            for one in raw.get('env_vars') or ()) if is_text(name)],
+            'env_headers': _as_texts(raw.get('env_http_headers'),
+                                     'env_http_headers'),
+            'bearer': raw.get('bearer_token_env_var'),
+            'required': raw.get('required') is True}
+    elif dialect in ('cursor', 'vscode', 'vscode-settings'):
+        _check(raw, {'envFile': is_text})
+        top = entry.top['mcp'] if dialect == 'vscode-settings' else entry.top
+        asked = top.get('inputs') if is_list(top.get('inputs')) else []
+        extra = {'env_file': raw.get('envFile'), 'inputs': {
+            'input:%s' % one.get('id'): one['default'] for one in asked
+            if is_table(one) and is_text(one.get('default'))}}
+    elif dialect == 'registry':
+        extra = raw['extra']
+        _check(extra, {'env_vars': is_texts})
+    return {key: value for key, value in extra.items() if value}
+
+
+def _base_server(name, entry):
+    """Read what every dialect has, by its owner's rules."""
+    raw, row, notes = entry.raw, DIALECTS[entry.dialect], list(entry.notes)
+    flat = _flatten(raw, entry.dialect, notes)
+    _check(flat, LAUNCH_KEYS)
+    _check(flat, {'env': is_table, 'headers': is_table,
+                  'enabled': is_flag, 'disabled': is_flag})
+    transport = _transport(raw, flat, entry.dialect, notes)
+    is_child, args = transport == 'stdio', flat.get('args') or []
+    if is_child and not is_texts(args):
+        notes.append(_note('value_coerced'))
+    extra, waits = _extra(entry), _waits(entry, notes)
+    if waits:
+        extra['waits'] = waits
+    return Server(
+        name=name, file=entry.file, dialect=entry.dialect, base=entry.base,
+        transport=transport, command=flat['command'] if is_child else None,
+        args=tuple(_as_text(word, 'args[%d]' % n)
+                   for n, word in enumerate(args)) if is_child else (),
+        env=_as_texts(flat['env'], 'env', True), cwd=flat['cwd'],
+        url=None if is_child else flat['url'],
+        headers=_as_texts(flat['headers'], 'headers'),
+        enabled=_is_on(raw) and _is_listed_on(name, entry),
+        quarantined=False, trust_mode='manual',
+        allow=_list_of(raw, row.allow), deny=_list_of(raw, row.deny) or [],
+        start_timeout=waits.get('s', START_TIMEOUT_MS),
+        request_timeout=waits.get('r', REQUEST_TIMEOUT_MS), max_age=None,
+        client=None, health={}, ignore_changes={}, overlaid=frozenset(),
+        warnings=notes, extra=extra)
 
 
 def _ignored(raw):
@@ -1076,32 +1753,6 @@ def _ignored(raw):
             raise BadEntry('ignore_changes.%s must be an array of strings'
                            % tool)
     return table
-
-
-def _base_server(name, entry):
-    """Read what every dialect shares: how the server is started."""
-    raw = entry.raw
-    _check(raw, LAUNCH_KEYS)
-    _check(raw, {'env': is_table, 'headers': is_table,
-                 'enabled': is_flag, 'disabled': is_flag})
-    transport = _transport(raw)
-    is_child = transport == 'stdio'
-    notes = []
-    if is_child and raw.get('url'):
-        notes.append('has a command and a url; the command counts')
-    return Server(
-        name=name, file=entry.file, dialect=entry.dialect, base=entry.base,
-        transport=transport, command=raw['command'] if is_child else None,
-        args=tuple(_as_text(word, 'args[%d]' % n)
-                   for n, word in enumerate(raw.get('args') or ()))
-        if is_child else (),
-        env=_as_texts(raw.get('env'), 'env', True),
-        cwd=raw.get('cwd'), url=None if is_child else raw['url'],
-        headers=_as_texts(raw.get('headers'), 'headers'),
-        enabled=_is_on(raw), quarantined=False, trust_mode='manual',
-        allow=None, deny=[], start_timeout=START_TIMEOUT_MS,
-        request_timeout=REQUEST_TIMEOUT_MS, max_age=None, client=None,
-        health={}, ignore_changes={}, overlaid=frozenset(), warnings=notes)
 
 
 def _with_ours(server, raw):
@@ -1117,7 +1768,8 @@ def _with_ours(server, raw):
     allow = pick('enabled_tools', raw.get('enabled_tools') or None,
                  server.allow)
     deny = pick('disabled_tools', raw.get('disabled_tools'), server.deny)
-    if allow and deny:
+    if allow and deny and (raw.get('enabled_tools')
+                           or raw.get('disabled_tools')):
         raise BadEntry('enabled_tools and disabled_tools are both given')
     return server._replace(
         env=dict(server.env, **env), headers=dict(server.headers, **headers),
@@ -1157,83 +1809,46 @@ def _unknown_keys(raw, known):
 
 def texts_of(server):
     """Give every text of a server that may hold references, by place."""
-    texts = {'command': server.command, 'cwd': server.cwd,
-             'url': server.url}
-    texts.update(('args[%d]' % n, v) for n, v in enumerate(server.args))
-    texts.update(('env.' + k, v) for k, v in server.env.items())
-    texts.update(('headers.' + k, v) for k, v in server.headers.items())
-    return {place: text for place, text in texts.items() if text}
+    texts = [('command', server.command)]
+    texts += [('args[%d]' % n, v) for n, v in enumerate(server.args)]
+    texts += [('env.' + k, v) for k, v in server.env.items()]
+    texts += [('cwd', server.cwd), ('url', server.url)]
+    texts += [('headers.' + k, v) for k, v in server.headers.items()]
+    return {place: text for place, text in texts if text}
 
 
-def read_our_entry(name, entry):
-    """Read an entry of our own file into a Server; raises BadEntry."""
-    server = _with_ours(_base_server(name, entry), entry.raw)
-    notes = _unknown_keys(entry.raw, list(OUR_KEYS) + list(LAUNCH_KEYS))
-    return server._replace(warnings=server.warnings + notes)
+MCPPROXY_OFF = 'lacks "enabled", and so is off in a file of mcpproxy'
 
 
-def read_claude_entry(name, entry):
-    """Read an entry of a .mcp.json by Claude Code's rules.
+def read_entry(name, entry):
+    """Read an entry by its owner's rules into a Server; raises BadEntry.
 
-    Our keys in it, but enabled and disabled, are ignored with a warning: a
-    pull request must not switch the guard off (contract 12).
+    Our keys in a client's file, but enabled and disabled, are ignored with
+    a warning: a pull request must not switch the guard off (contract 12).
     """
-    raw, server = entry.raw, _base_server(name, entry)
+    raw, dialect = entry.raw, entry.dialect
+    if not is_table(raw):
+        raise BadEntry('it is not an object', 'not_an_object')
+    if not is_text(name):
+        raise BadEntry('it has no name', 'no_name')
+    server, own = _base_server(name, entry), DIALECTS[dialect].own
+    if dialect in ('preflight', 'mcpproxy'):
+        server = _with_ours(server, {key: raw[key] for key in own
+                                     if key in raw})
     notes = list(server.warnings)
-    ours = sorted(set(OUR_KEYS) & set(raw)
+    ours = sorted(set(OUR_KEYS) & set(raw) - set(own)
                   - {'env', 'headers', 'enabled', 'disabled'})
     if ours:
         notes.append('%s ignored in a client\'s file; put it into a config '
                      'of our own, as an overlay' % ', '.join(ours))
-    if server.transport == 'auto':
-        notes.append('has a url without a type, which Claude Code refuses')
-    wait = raw.get('request_timeout_ms')
-    if wait is None:
-        wait = raw.get('timeout')
-    if is_flag(wait) or not isinstance(wait, (int, float)) or not (
-            1000 <= wait <= MAX_DURATION_MS):
-        if wait is not None:
-            notes.append('timeout is ignored: it is in milliseconds, at '
-                         'least 1000')
-        wait = REQUEST_TIMEOUT_MS
-    if any(re.search(r'\$\{(?![A-Za-z_][A-Za-z0-9_]*(?::-[^}]*)?\})', text)
-           for text in texts_of(server).values()):
-        notes.append('a variable is in a form that Claude Code does not '
-                     'expand')
-    notes += _unknown_keys(raw, list(OUR_KEYS) + list(LAUNCH_KEYS))
-    return server._replace(request_timeout=int(wait), warnings=notes)
-
-
-NAME = '[A-Za-z_][A-Za-z0-9_]*'
-# dialect -> (reader of an entry, pattern of its references). The groups of
-# the pattern: input:id, variable, default.
-DIALECTS = {
-    'preflight': (read_our_entry, r'\$\{(?:(input:[^}]*)|(?:env:)?(' + NAME
-                  + r')(?::-([^}]*))?)\}'),
-    'claude-code': (read_claude_entry, r'\$\{()(' + NAME
-                    + r')(?::-([^}]*))?\}'),
-}
-BASE_NAMES = ('CLAUDE_PROJECT_DIR', 'workspaceFolder')
-
-
-def dialect_of(path, wanted=''):
-    """Tell a config file's dialect by flag, then by path (contract 12).
-
-    Raises ConfigError for a client's file that is not read yet: as one of
-    ours, its owner's rules would be guessed.
-    """
-    slashed = path.replace('\\', '/')
-    found = wanted or next(
-        (dialect for end, dialect in sorted(CLIENT_DIALECTS.items())
-         if slashed == end or slashed.endswith('/' + end)
-         or end[1:].isalpha() and slashed.endswith(end)), 'preflight')
-    if found not in DIALECTS:
-        raise ConfigError(
-            'config %s: the dialect %s is not read by this version' % (
-                path, json.dumps(found)),
-            'Known: %s. Copy the servers into a file of ours: {"mcpServers": '
-            '{...}}.' % ', '.join(sorted(DIALECTS)))
-    return found
+    if dialect == 'mcpproxy':
+        notes += [_note('quarantined')] * server.quarantined
+        notes += [MCPPROXY_OFF] * (raw.get('enabled') is None)
+    if dialect == 'codex' and raw.get('bearer_token') is not None:
+        notes.append(_note('client_would_reject', 'bearer_token'))
+    if dialect != 'registry':
+        notes += _unknown_keys(raw, list(OUR_KEYS) + list(LAUNCH_KEYS))
+    return server._replace(warnings=notes)
 
 
 def _bad_name(name):
@@ -1244,8 +1859,9 @@ def _bad_name(name):
     return '' if is_storable(name) else 'its name is not Unicode text'
 
 
-def _top_level(table, path, settings, profiles, warnings):
+def _top_level(file, settings, profiles, warnings):
     """Take our top-level keys from one file; the last file wins."""
+    table, path = file.table, file.path
     for key, (claim, _) in SETTINGS.items():
         value = table.get(key)
         if value is None:
@@ -1268,78 +1884,282 @@ def _top_level(table, path, settings, profiles, warnings):
                                   '{"servers": [names]}' % (path, name))
         profiles.clear()
         profiles.update((n, p['servers']) for n, p in found.items())
-    for note in _unknown_keys(table, list(SETTINGS) + ['profiles',
-                                                       'mcpServers']):
-        warnings.append('%s: %s' % (path, note))
+    if 'mcpServers' in table or file.dialect == 'preflight':
+        known = list(SETTINGS) + ['profiles', 'mcpServers']
+        warnings += ['%s: %s' % (path, note)
+                     for note in _unknown_keys(table, known)]
 
 
-def _server_table(table, path, warnings):
-    found = table.get('mcpServers')
-    if isinstance(found, list):
-        raise ConfigError('config %s: mcpServers is a list, as in mcpproxy\'s '
-                          'own file, which this version does not read' % path,
-                          'Write it as a map: {"mcpServers": {"NAME": {...}}}')
-    if is_table(found):
-        return found
-    if found is not None:
-        raise ConfigError('config %s: mcpServers must be an object' % path)
-    warnings.append('%s: no server table found; looked for "mcpServers"'
-                    % path)
+# kind of package -> what runs it, before it, its form, behind it
+REGISTRIES = {
+    'npm': ('npx', ['-y'], '%s@%s', []), 'pypi': ('uvx', [], '%s==%s', []),
+    'oci': ('docker', ['run', '-i', '--rm'], '%s:%s', []),
+    'nuget': ('dnx', [], '%s@%s', ['--yes'])}
+
+
+def _camel(value):
+    """Write keys as the registry does since late 2025."""
+    if is_list(value):
+        return [_camel(item) for item in value]
+    return {re.sub('_([a-z])', lambda found: found.group(1).upper(), key):
+            _camel(item) for key, item in value.items()
+            } if is_table(value) else value
+
+
+def _package(package, version):
+    """Make the entry that would run one package of a registry's recipe."""
+    kind, lacks, env, needed = package['registryType'], [], {}, []
+
+    def words(parts):
+        for part in parts or ():
+            value = _first(part, 'value', 'default')
+            if value is not None:
+                if part['type'] == 'named':
+                    yield part['name']
+                yield value
+            elif part.get('isRequired'):
+                lacks.append('arg:%s' % _first(part, 'valueHint', 'name'))
+    if kind not in REGISTRIES or package.get('transport', {}).get(
+            'type', 'stdio') != 'stdio':
+        return {'type': kind}
+    command, args, form, last = REGISTRIES[kind]
+    args = list(words(package.get('runtimeArguments'))) or list(args)
+    for variable in package.get('environmentVariables') or ():
+        value = _first(variable, 'value', 'default')
+        if value is not None:
+            env[str(variable['name'])] = value
+        elif variable.get('isRequired'):
+            needed.append(variable['name'])
+        args += ['-e', variable['name']] * (kind == 'oci')
+    version = package.get('version') or version
+    args.append(form % (package['identifier'], version) if version
+                else package['identifier'])
+    return {'command': package.get('runtimeHint') or command, 'env': env,
+            'args': args + last + list(words(package.get(
+                'packageArguments'))),
+            'extra': {'lacks': lacks, 'env_vars': needed}}
+
+
+def _remote(remote):
+    """Make the entry that would call one remote of a registry's recipe."""
+    lacks, headers, known = [], {}, remote.get('variables') or {}
+
+    def fill(found):
+        value = _first(known.get(found.group(1)) or {}, 'value', 'default')
+        lacks.extend(['url:' + found.group(1)] * (value is None))
+        return found.group() if value is None else str(value)
+    url = re.sub(r'\{([^{}]*)\}', fill, remote['url'])
+    for header in remote.get('headers') or ():
+        value = _first(header, 'value', 'default')
+        if value is not None:
+            headers[str(header['name'])] = value
+        elif header.get('isRequired'):
+            lacks.append('header:' + header['name'])
+    return {'type': remote['type'], 'url': url, 'headers': headers,
+            'extra': {'lacks': lacks}}
+
+
+def _candidates(table):
+    """Give the entries that a registry's server.json could become."""
+    table = _camel(table.get('server', table))
+    version = table.get('version') or (table.get('versionDetail') or {}).get(
+        'version')
+    made = [(one['registryType'], _package(one, version))
+            for one in table.get('packages') or ()]
+    made += [('remote', _remote(one)) for one in table.get('remotes') or ()]
+    kinds = [kind for kind, _ in made]
+    return [('%s#%s%d' % (table['name'], kind, kinds[:n].count(kind)), raw,
+             ()) for n, (kind, raw) in enumerate(made)]
+
+
+def _rows_of(file, warnings):
+    """Give (name, raw, notes) of each server in a file."""
+    table, found, key = file.table, file.table, DIALECTS[file.dialect].table
+    if file.dialect == 'registry':
+        try:
+            return _candidates(table)
+        except (AttributeError, KeyError, TypeError) as exc:
+            raise ConfigError('config %s is no server.json of a registry'
+                              % file.path) from exc
+    for word in key.split('.'):
+        found = found.get(word) if is_table(found) else None
+    if found is None and file.dialect in ('generic', 'claude-plugin'):
+        found = table.get('mcp')                    # as Crush has it
+        if any(is_text(table.get(key)) for key in ('command',) + URL_KEYS):
+            name = os.path.basename(file.path)
+            found = {os.path.splitext(name)[0]: table}
+        elif any(map(_is_entry, table.values())):
+            found = table
+    if found is None:
+        warnings.append('%s: no server table found; looked for "%s"%s' % (
+            file.path, key, ''.join(
+                '; there is "%s"' % other for other in (
+                    'mcpServers', 'servers', 'mcp') if table.get(other))))
+        return []
+    if file.dialect == 'claude-plugin' and is_list(found):
+        found = dict(pair for part in found if is_table(part) for pair in
+                     part.get('mcpServers', part).items())
+    if file.dialect == 'mcpproxy' and is_list(found):
+        rows = {}
+        for n, raw in enumerate(found):
+            name = _first(raw, 'name') if is_table(raw) else None
+            name = name if is_text(name) else None
+            rows[n if name is None else name] = (
+                name, raw, (_note('duplicate_name'),) * (name in rows))
+        return list(rows.values())
+    if not is_table(found):
+        raise ConfigError('config %s: %s must be an object' % (file.path,
+                                                               key))
+    return [(name, raw, ()) for name, raw in found.items()]
+
+
+# Folders that clients keep their files in: the project is above.
+CLIENT_FOLDERS = frozenset(
+    '.air .amazonq .aws .claude-plugin .cline .codeium .codex .config '
+    '.continue .copilot .cursor .devin .gemini .github .junie .kilocode '
+    '.kiro .lmstudio .mcpproxy .opencode .plugin .roo .vscode .zed'.split())
+
+
+def _root_of(file, home):
+    """Tell where a client's file belongs: (its directory, level).
+
+    level: the place in its client's precedence: 0 plugins and defaults, 1
+    the user, 2 a project, 3 closer still, 4 what an administrator set.
+    """
+    path, dialect = file.file.replace('\\', '/'), file.dialect
+    parts = path.split('/')[:-1]
+    at = max([n for n, part in enumerate(parts) if part in CLIENT_FOLDERS]
+             or [-1])
+    is_user = dialect in ('claude-desktop', 'claude-code-user', 'cline') or (
+        re.search('/(?:Library/Application Support|AppData)/', path))
+    root = '/'.join(parts[:at]) or '/' if at >= 0 else (
+        is_user and home or os.path.dirname(file.file))
+    if dialect == 'claude-plugin' or 'system-defaults' in path:
+        return root, 0
+    if re.match('(?i)/etc/|/Library/|[A-Z]:/Program', path):
+        return home or root, 0 if dialect == 'codex' else 4
+    return root, 1 if is_user or root == home else (
+        3 if '/agents/' in path else 2)
+
+
+def _project_state(table, base):
+    """Find what Claude Code's user file holds of one project."""
+    projects = table.get('projects')
+    for key in (base, base.replace('/', '\\'), base.replace('\\', '/')):
+        if is_table(projects) and is_table(projects.get(key)):
+            return projects[key]
     return {}
 
 
-def _is_overlay(raw, dialect):
-    return (dialect == 'preflight' and is_table(raw)
-            and raw.get('command') is None and raw.get('url') is None)
+def _entries_of(file, workspace, home, warnings):
+    """Give (name, Entry) of each server in a file, lowest scope first."""
+    dialect, root, level = file.dialect, os.path.dirname(file.file), 2
+    if dialect in OUR_DIALECTS:             # contract 12: generic is ours
+        dialect, workspace = 'preflight', ''
+    else:
+        root, level = _root_of(file, home)
+    base, local = workspace or root, None
+    if dialect == 'claude-code-user':
+        local = _project_state(file.table, base).get('mcpServers')
+    rows = [(level, row) for row in _rows_of(file, [] if local else warnings)]
+    rows += [(3, (name, raw, ())) for name, raw in (
+        local.items() if is_table(local) else ())]
+    return [(name, Entry(raw, file.path, file.file, dialect, base, (),
+                         file.table, (level, root), notes))
+            for level, (name, raw, notes) in rows]
 
 
-def _base_of(path, file, dialect, workspace):
-    if dialect == 'preflight':
-        return os.path.dirname(file)
-    return workspace or os.path.dirname(file)
+def _apply_lists(entries, file):
+    """Switch off what Claude Code's user file lists as disabled."""
+    is_theirs = file.dialect == 'claude-code-user'
+    for name, entry in entries.items() if is_theirs else ():
+        key = {'claude-code': 'disabledMcpjsonServers',
+               'claude-code-user': 'disabledMcpServers'}.get(entry.dialect)
+        names = _project_state(file.table, entry.base).get(key)
+        if is_list(names) and name in names and is_table(entry.raw):
+            entries[name] = entry._replace(raw=dict(entry.raw,
+                                                    disabled=True))
 
 
-def _join(entries, overlays, name, entry):
-    if _is_overlay(entry.raw, entry.dialect):
-        overlays.setdefault(name, []).append((entry.raw, entry.path))
-    elif name in entries:
+def _laid_over(low, high):
+    """Merge tables key by key, as Codex and OpenCode merge their files."""
+    return dict(low, **{key: _laid_over(low[key], value) if is_table(value)
+                        and is_table(low.get(key)) else value
+                        for key, value in high.items()})
+
+
+def _merge(name, old, new):
+    """Choose between two definitions of a name; raises ConfigError."""
+    def rank(entry):
+        return (entry.level[0], len(entry.level[1]),
+                entry.path.endswith('.jsonc'))
+    low, high = sorted((old, new), key=rank)
+    clients = {DIALECTS[entry.dialect].client or entry.dialect
+               for entry in (old, new)}
+    is_near = low.level[0] < high.level[0] or rank(low) < rank(high) and (
+        high.level[1] + '/').startswith(low.level[1].rstrip('/') + '/')
+    if len(clients) > 1 or 'preflight' in clients or not is_near:
         raise ConfigError('server %s is defined twice: in %s and in %s' % (
-            json.dumps(name), entries[name].path, entry.path),
+            json.dumps(name), old.path, new.path),
             'Remove one, or leave command and url out of one to make it an '
             'overlay.')
-    else:
-        entries[name] = entry
+    if high.dialect in ('codex', 'opencode-v1') and (
+            is_table(high.raw) and is_table(low.raw)):
+        return (high if _is_entry(high.raw) else low)._replace(
+            raw=_laid_over(low.raw, high.raw), level=high.level)
+    return high._replace(notes=high.notes + (
+        'hides the definition in ' + low.path,))
 
 
-def read_config(sources, dialect='', workspace=''):
+def _read_file(file, asked, settings, profiles, warnings):
+    """Take from a file all that is no server; raises ConfigError."""
+    path, is_ours = file.path, file.dialect in OUR_DIALECTS
+    if file.dialect == 'registry' and asked != 'registry':
+        raise ConfigError('config %s is a recipe of a registry' % path,
+                          'To start what it downloads: --dialect registry')
+    if is_ours and file.doubles:
+        raise ConfigError('config %s: the key %s stands twice' % (
+            path, json.dumps(file.doubles[0])))
+    warnings += ['%s: the key %s stands twice; the last one counts'
+                 % (path, json.dumps(name)) for name in file.doubles]
+    if is_ours:
+        _top_level(file, settings, profiles, warnings)
+        return
+    if 'lenient_syntax' in file.codes:
+        warnings.append('%s: its client does not read comments or trailing '
+                        'commas' % path)
+    warnings += ['%s: %s ignored in a client\'s file' % (path, key)
+                 for key in sorted(set(file.table) & {'profiles', *SETTINGS})
+                 if file.dialect != 'mcpproxy' or 'quarantine' in key]
+
+
+def read_config(sources, dialect='', workspace='', home=''):
     """Read config files, in order, into one Config.
 
-    sources: (path as named, real path, bytes) each. Entries stay unread
-    until look_up, so that a check pays only for the servers it asks for.
-    Raises ConfigError for what only the owner can mend.
+    sources: (path as named, real path, bytes) each. workspace: where the
+    servers of clients' files are started, '' for their project; home: the
+    user's directory. Entries stay unread until look_up, so that a check
+    pays only for the servers it asks for. Raises ConfigError for what only
+    the owner can mend.
     """
     entries, overlays, skipped, warnings = {}, {}, {}, []
-    settings, profiles = {}, {}
-    for path, file, data in sources:
-        kind = dialect_of(path, dialect)
-        if kind == 'preflight':     # a link must not hide a client's file
-            kind = dialect_of(file, dialect)
-        table, doubles = decode_config(data, path)
-        if doubles and kind == 'preflight':
-            raise ConfigError('config %s: the key %s stands twice' % (
-                path, json.dumps(doubles[0])))
-        warnings += ['%s: the key %s stands twice; the last one counts'
-                     % (path, json.dumps(name)) for name in doubles]
-        if kind == 'preflight':
-            _top_level(table, path, settings, profiles, warnings)
-        else:
-            ours = sorted(set(table) & (set(SETTINGS) | {'profiles'}))
-            warnings += ['%s: %s ignored in a client\'s file' % (path, key)
-                         for key in ours]
-        base = _base_of(path, file, kind, workspace)
-        for name, raw in _server_table(table, path, warnings).items():
-            _join(entries, overlays, name,
-                  Entry(raw, path, file, kind, base, ()))
+    settings, profiles, files = {}, {}, []
+    for path, real, data in sources:
+        file = parse_config(path, real, data, dialect)
+        files.append(file)
+        _read_file(file, dialect, settings, profiles, warnings)
+        for name, entry in _entries_of(file, workspace, home, warnings):
+            if name is None:
+                warnings.append('%s: an entry without a name was skipped'
+                                % path)
+            elif entry.dialect == 'preflight' and is_table(entry.raw) and (
+                    not _is_entry(entry.raw)):
+                overlays.setdefault(name, []).append((entry.raw, path))
+            else:
+                entries[name] = (_merge(name, entries[name], entry)
+                                 if name in entries else entry)
+    for file in files:
+        _apply_lists(entries, file)
     for name, layers in overlays.items():
         if name in entries:
             entries[name] = entries[name]._replace(overlays=tuple(layers))
@@ -1366,10 +2186,9 @@ def look_up(config, name):
     try:
         if _bad_name(name):
             raise BadEntry(_bad_name(name))
-        if not is_table(entry.raw):
-            raise BadEntry('it is not an object')
-        server = DIALECTS[entry.dialect][0](name, entry)
-        for raw, path in entry.overlays:
+        server = read_entry(name, entry)
+        for raw, over_path in entry.overlays:
+            path = over_path    # the one to name when it is at fault
             for key in LAUNCH_KEYS:
                 if raw.get(key) is not None:
                     raise BadEntry('an overlay cannot set %s' % key)
@@ -1397,59 +2216,258 @@ def all_servers(config):
     return servers, skipped
 
 
-def expand(text, dialect, environ, base):
-    """Expand references once: (text, names without a value).
+NAME = '[A-Za-z_][A-Za-z0-9_]*'
+REFERENCE = r'\$\{([^}]*)\}|\$(' + NAME + r')|\{((?:env|file):[^{}]*)\}'
+KINDS = (r'(\$|\{?(?:env|file):|(?:input|keyring|config|command|'
+         r'workspaceFolder):|user_config\.)?([\s\S]*)')
 
-    A default also stands in for an empty variable. What is put in is not
-    scanned again: a second pass would leak other variables.
+
+def home_of(environ):
+    """Name the user's home directory, '' if nothing tells it."""
+    return environ.get('HOME') or environ.get('USERPROFILE') or ''
+
+
+def read_env_file(text):
+    """Read an envFile: KEY=VALUE lines, export, quotes and comments."""
+    rows = re.findall(r'(?m)^[ \t]*(?:export[ \t]+)?([^\s=#]+)[ \t]*=[ \t]*'
+                      r'(?:"([^"\n]*)"|\'([^\'\n]*)\'|([^\n]*?))'
+                      r'[ \t\r]*(?:[ \t]#.*)?$', text)
+    return {name: double or single or plain
+            for name, double, single, plain in rows}
+
+
+class Expansion:
+    """The references of one server, looked up as its client would.
+
+    lacks: (name, place, does that stop the server) of what has no value.
+    read(path) -> text or None; nothing else is read.
     """
-    missing = []
 
-    def put(found):
-        asked, name, default = found.groups()
-        if asked:
-            missing.append(asked)
-        elif name in BASE_NAMES:
-            return base
-        elif environ.get(name) or default is None and name in environ:
-            return environ[name]
-        elif default is not None:
-            return default
-        else:
-            missing.append(name)
-        return found.group()
-    return re.sub(DIALECTS[dialect][1], put, text), missing
+    def __init__(self, server, environ, read):
+        self.server, self.environ, self.read = server, environ, read
+        self.lacks, self.notes = [], list(server.warnings)
+        self.folder, base = os.path.dirname(server.file), server.base
+        is_inner = os.path.basename(self.folder) in ('.claude-plugin',
+                                                     '.plugin')
+        last = os.path.basename(base)
+        self.names = dict(
+            server.extra.get('inputs', ()), CLAUDE_PROJECT_DIR=base,
+            CLAUDE_PLUGIN_ROOT=os.path.dirname(self.folder) if is_inner
+            else self.folder, workspaceFolder=base, cwd=base,
+            workspaceFolderBasename=last, userHome=home_of(environ),
+            pathSeparator=os.sep)
+        self.names.update({'/': os.sep, 'workspaceFolder:' + last: base})
+
+    def variable(self, name):
+        """Find a variable; Windows alone does not mind the case."""
+        return self.environ.get(name.upper() if os.name == 'nt' else name)
+
+    def open(self, folder, path):
+        """Read a file that the config names; '' counts as a value."""
+        if path[:2] == '~/':
+            folder, path = home_of(self.environ), path[2:]
+        text = self.read(os.path.join(folder, path)) if self.read else None
+        return None if text is None else text.strip()
+
+    def look_up(self, found, refs):
+        """Look one reference up: (name, value, is it a variable).
+
+        name: '' for what the dialect does not know; value: None if none.
+        """
+        braced, bare, curly = found.groups()
+        word = '$' + bare if bare else '{' + curly if curly else braced
+        kind, name = re.match(KINDS, word).groups()
+        if word in self.names and (word in refs or kind and kind in refs):
+            return word, self.names[word], False
+        default = None
+        if ':-' in refs and kind in (None, 'env:'):
+            name, dash, default = name.partition(':-')
+            default = default if dash else None
+        if (kind or 'N') not in refs or not kind and not re.match(
+                NAME + r'\Z', name):
+            return '', None, False
+        if kind in ('file:', '{file:'):
+            return 'file:' + name, self.open(self.folder, name), False
+        if kind not in (None, '$', 'env:', '{env:'):
+            return word, None, False
+        value = self.variable(name.strip())
+        if default is not None and (value is None or not value
+                                    and 'keep' not in refs):
+            value = default
+        return name.strip(), value, True
+
+    def text(self, place, text):
+        """Expand the references of a text once.
+
+        What is put in is not scanned again: a second pass would leak other
+        variables.
+        """
+        row = DIALECTS['preflight' if place in self.server.overlaid
+                       else self.server.dialect]
+        refs, is_half = row.refs.split(), place[:4] in ('env.', 'head')
+        can_empty = row.unset == 'empty' or row.unset == 'half' and is_half
+
+        def put(found):
+            name, value, is_variable = self.look_up(found, refs)
+            is_empty = can_empty and is_variable
+            if name and value is None:
+                self.lack(name, place, not is_empty)
+            elif not name and (found.group(2) is None
+                               or self.variable(found.group(2)) is not None):
+                self.notes.append(_note('variable_not_expanded'))
+            return value if value is not None else (
+                '' if name and is_empty else found.group())
+        return re.sub(REFERENCE, put, text) if text else text
+
+    def lack(self, name, place, is_fatal):
+        """Note what has no value; if it is not fatal, it is left out."""
+        self.lacks.append((name, place, is_fatal))
+        if not is_fatal:
+            self.notes.append('%s is not set; its client leaves it out (%s)'
+                              % (name, place))
+
+    def env(self):
+        """Expand the variables: a file's, those handed down, its own."""
+        server, env = self.server, {}
+        path = self.text('envFile', server.extra.get('env_file'))
+        if path:
+            text = self.open(server.base, path)
+            if text is None:
+                self.lack('file:' + path, 'envFile', True)
+            env.update(read_env_file(text or ''))
+        for name in server.extra.get('env_vars', ()):
+            if self.variable(name) is not None:
+                env[name] = self.variable(name)
+            elif name not in server.env:
+                self.lack(name, 'env_vars', server.dialect == 'registry')
+        env.update((name, self.text('env.' + name, value))
+                   for name, value in server.env.items())
+        return env
+
+    def headers(self):
+        """Expand the headers; Codex names variables for some."""
+        server, extra = self.server, self.server.extra
+        headers = {name: self.text('headers.' + name, value)
+                   for name, value in server.headers.items()}
+        named = [(header, name, '%s') for header, name in
+                 extra.get('env_headers', {}).items()]
+        if 'bearer' in extra:
+            named.append(('Authorization', extra['bearer'], 'Bearer %s'))
+        for header, name, form in named:
+            old = [word for word in headers if word.lower()
+                   == header.lower()]
+            value = self.variable(name) or ''
+            if any('headers.' + word in server.overlaid for word in old):
+                continue
+            if not value.strip():
+                self.lack(name, 'headers.' + header, form != '%s')
+                continue
+            for word in old:
+                del headers[word]
+            headers[header] = form % value
+        return headers
+
+    def run(self):
+        """Give the server with all of it expanded."""
+        server = self.server
+        for name in server.extra.get('lacks', ()):
+            self.lack(name, 'the recipe', True)
+        command = self.text('command', server.command)
+        args = tuple(self.text('args[%d]' % n, word)
+                     for n, word in enumerate(server.args))
+        env, cwd = self.env(), self.text('cwd', server.cwd)
+        if cwd and cwd[:2] == '~/' and server.dialect == 'preflight':
+            cwd = os.path.join(home_of(self.environ), cwd[2:])
+        return server._replace(
+            command=command, args=args, env=env, cwd=cwd,
+            url=self.text('url', server.url), headers=self.headers(),
+            warnings=list(dict.fromkeys(self.notes)))
 
 
-def expand_server(server, environ):
-    """Expand all texts of a server: (Server, ['TOK (headers.X)', ...])."""
-    values, missing = {}, []
-    for place, text in texts_of(server).items():
-        kind = 'preflight' if place in server.overlaid else server.dialect
-        values[place], names = expand(text, kind, environ, server.base)
-        missing += ['%s (%s)' % (name, place) for name in names]
+def expand_server(server, environ, read=None):
+    """Expand all texts of a server: (Server, ['TOK (headers.X)', ...]).
 
-    def of(place, text):
-        return values.get(place, text)
-    return server._replace(
-        command=of('command', server.command), cwd=of('cwd', server.cwd),
-        url=of('url', server.url),
-        args=tuple(of('args[%d]' % n, v) for n, v in enumerate(server.args)),
-        env={k: of('env.' + k, v) for k, v in server.env.items()},
-        headers={k: of('headers.' + k, v)
-                 for k, v in server.headers.items()}), missing
+    The list names what has no value and stops the server.
+    """
+    work = Expansion(server, environ, read)
+    return work.run(), ['%s (%s)' % (name, place)
+                        for name, place, is_fatal in work.lacks if is_fatal]
+
+
+def normal_form(server, file, environ, read):
+    """Give one server as `config show` prints it, expanded."""
+    work = Expansion(server, environ, read)
+    plain, waits = work.run(), server.extra.get('waits', {})
+
+    def seconds(end, ms, default):
+        return ms / 1000 if end in waits or ms != default else None
+    form = {key: getattr(plain, key) for key in (
+        'name', 'transport', 'command', 'args', 'env', 'cwd', 'url',
+        'headers', 'enabled', 'allow', 'deny')}
+    form.update(
+        args=list(plain.args), start_timeout=seconds(
+            's', plain.start_timeout, START_TIMEOUT_MS),
+        request_timeout=seconds('r', plain.request_timeout,
+                                REQUEST_TIMEOUT_MS),
+        required=server.extra.get('required', False), source=file.path,
+        dialect=file.dialect,
+        unresolved=list(dict.fromkeys(lack[0] for lack in work.lacks)),
+        warnings=[code for code, words in NOTES.items() if any(
+            note.startswith(words) for note in plain.warnings)])
+    return form
+
+
+def masked_form(form, secrets):
+    """Mask the credentials of a normal form: env, headers and their like."""
+    def hide(table):
+        return {name: value and '***' for name, value in table.items()}
+    return dict(
+        form, env=hide(form['env']), headers=hide(form['headers']),
+        command=form['command'] and redact(form['command'], secrets),
+        args=[redact(word, secrets) for word in mask_args(form['args'])],
+        url=form['url'] and redact(form['url'], secrets))
+
+
+def show_config(file, workspace, environ, read, warnings):
+    """Give a file in normal form: dialect, servers, skipped, warnings."""
+    entries, skipped, servers = {}, [], []
+    for name, entry in _entries_of(file, workspace, home_of(environ),
+                                   warnings):
+        name = len(entries) if name is None else name
+        entries[name] = (_merge(name, entries[name], entry)
+                         if name in entries else entry)
+    _apply_lists(entries, file)
+    for name, entry in entries.items():
+        try:
+            servers.append(normal_form(read_entry(name, entry), file,
+                                       environ, read))
+        except BadEntry as exc:
+            skipped.append({'name': name if is_text(name) else None,
+                            'reason': exc.code})
+    return {'dialect': file.dialect, 'servers': servers, 'skipped': skipped,
+            'file_warnings': file.codes}
+
+
+CODEX_ENV = frozenset(
+    'HOME LOGNAME PATH SHELL USER LANG LC_ALL TERM TMPDIR TZ PATHEXT '
+    'SYSTEMROOT SYSTEMDRIVE COMSPEC WINDIR USERNAME USERDOMAIN USERPROFILE '
+    'HOMEDRIVE HOMEPATH PROGRAMFILES PROGRAMFILES(X86) PROGRAMW6432 '
+    'PROGRAMDATA LOCALAPPDATA APPDATA TEMP TMP'.split())
 
 
 def child_environment(server, environ):
     """Give the environment of a server that is started (contract 12).
 
-    Everything but PREFLIGHT_*, no browser that could open, UTF-8 for
-    Python children, then the entry's own env, where None removes.
+    Everything but PREFLIGHT_*, of which Codex hands down a few; no browser
+    that could open, UTF-8 for Python children, then the entry's own env,
+    where None removes.
     """
     env = {name: value for name, value in environ.items()
-           if not name.startswith('PREFLIGHT_')}
+           if not name.startswith('PREFLIGHT_')
+           and (server.dialect != 'codex' or name in CODEX_ENV)}
     env.update(BROWSER='true', PYTHONUTF8='1', PYTHONIOENCODING='utf-8')
-    if server.dialect == 'claude-code' or server.client == 'claude-code':
+    if (server.client == 'claude-code'
+            or DIALECTS[server.dialect].client == 'claude'):
         env['CLAUDE_PROJECT_DIR'] = server.base
     for name, value in server.env.items():
         if value is None:
@@ -1763,8 +2781,8 @@ class SseParser:
         return bool(self.data) and not any(self.line)
 
 
-CHALLENGE = (r'(,?)\s*([!#$%&\'*+.^_`|~A-Za-z0-9-]+)'
-             r'(?:\s*=\s*("(?:[^"\\]|\\.)*"|[^\s",]+))?\s*')
+CHALLENGE = (r'([!#$%&\'*+.^_`|~A-Za-z0-9-]+)'
+             r'(?:\s*=\s*("(?:[^"\\]|\\.)*"|[^\s",]+))?')
 
 
 def bearer_challenge(headers):
@@ -1775,10 +2793,10 @@ def bearer_challenge(headers):
     """
     found, scheme = {}, ''
     text = headers.get('www-authenticate', '')
-    for comma, name, value in re.findall(CHALLENGE, text):
-        if not value and (comma or not scheme):
+    for name, value in re.findall(CHALLENGE, text):
+        if not value:
             scheme = name.lower()
-        elif value and scheme == 'bearer':
+        elif scheme == 'bearer':
             if value[0] == '"':
                 value = re.sub(r'\\(.)', r'\1', value[1:-1])
             found.setdefault(name.lower(), value)
@@ -2970,6 +3988,17 @@ def read_bytes(path):
             path, os_reason(exc))) from exc
 
 
+def read_text(path):
+    """Read a small file that a config names: its text, None if it is not
+    there or no text."""
+    try:
+        if os.path.isfile(path) and os.path.getsize(path) <= MAX_NAMED_BYTES:
+            return read_bytes(path).decode('utf-8-sig')
+    except (ConfigError, OSError, UnicodeDecodeError):
+        pass
+    return None
+
+
 def file_system_of(path):
     """Name the type of file system a directory is on, '' if unknown."""
     path, best = os.path.realpath(path), ('', '')
@@ -3736,30 +4765,28 @@ def verify_chain(con, expected=''):
     expected: a head noted earlier, which must still stand in the chain;
     that is how a cut tail shows.
     """
-    rows, problems, first = 0, [], None
-    before, heads = None, set()
+    problems, heads, rows, last, before = [], set(), 0, 0, ''
     for row in load_records(con):
-        rows += 1
-        if before is None:
-            first, before = row[0], _hash_before(con, row[0])
-            if before is None:
-                problems.append('the first record left is %d, and no prune '
-                                'record accounts for those before it' % first)
-                before = row[6] if _row_fault(row, '') else ''
-        elif row[0] != last + 1:
+        seq, is_first = row[0], not rows
+        if is_first:
+            before = _hash_before(con, seq)
+        elif seq != last + 1:
             problems.append('records %d to %d are missing' % (
-                last + 1, row[0] - 1))
-        fault = _row_fault(row, before)
-        if fault and not (row[0] == first and problems):
-            problems.append('record %d %s' % (row[0], fault))
-        last, before = row[0], str(row[6])
+                last + 1, seq - 1))
+        if before is None:      # what it builds on is not known
+            problems.append('the first record left is %d, and no prune '
+                            'record accounts for those before it' % seq)
+        else:
+            fault = _row_fault(row, before)
+            problems += ['record %d %s' % (seq, fault)] if fault else []
+        rows, last, before = rows + 1, seq, str(row[6])
         heads.add(before)
         if row[3] == 'prune':
             heads.add(_body_of(row[5]).get('metadata', {}).get('last_hash'))
     if expected and expected not in heads:
         problems.append('the head %s is not in the chain: its end was cut '
                         'off or rewritten, or it was pruned' % expected)
-    return {'ok': not problems, 'records': rows, 'head': before or '',
+    return {'ok': not problems, 'records': rows, 'head': before,
             'problems': problems}
 
 
@@ -4417,9 +5444,6 @@ def _child_link(server, environ, world):
     env = child_environment(server, environ)
     base = server.base
     cwd = os.path.join(base, server.cwd) if server.cwd else base
-    if server.cwd and server.cwd[:2] == '~/' and (
-            server.dialect == 'preflight'):
-        cwd = os.path.join(environ.get('HOME', ''), server.cwd[2:])
     command = find_command(server.command, base, env)
     return ChildLink([command] + list(server.args), cwd, env, world)
 
@@ -4538,7 +5562,7 @@ class HttpTalk(Talk):
                     'Content-Type': 'application/json'}
         if last_id:
             ours['Last-Event-ID'] = last_id
-        if self.session and (message or {}).get('method') != 'initialize':
+        if self.session:
             ours['Mcp-Session-Id'] = self.session
         reply = self.link.request(
             method, self.url, merge_headers(
@@ -4576,8 +5600,7 @@ class HttpTalk(Talk):
     def _adopt(self, message, got, reply):
         """Take the session and version that a good initialize names."""
         result = got.get('result')
-        if (message['method'] != 'initialize' or reply.status != 200
-                or not is_table(result)):
+        if message['method'] != 'initialize' or not is_table(result):
             return
         session = reply.headers.get('mcp-session-id', '')
         self.session = session if re.match(r'[\x21-\x7e]+\Z',
@@ -4844,7 +5867,8 @@ def secrets_of(server, plain, environ):
     words.update(url_secrets(plain.url))
     words -= set(launch_value(plain)['env'].values())
     for text in texts_of(server).values():
-        for name in re.findall(r'\$\{(?:env:)?(%s)' % NAME, text):
+        for name in re.findall(r'(?:\$|\{)(?:\{?env:|\{)? ?(%s)' % NAME,
+                               text):
             words.add(environ.get(name, ''))
     return [word for word in words if len(word) >= 4 and word[0] != '/']
 
@@ -4912,7 +5936,7 @@ def observe_server(server, era, deadlines, world):
     be there, and the list complete. What is started is ended before this
     returns. Of several ways that fail, the first says most.
     """
-    plain, missing = expand_server(server, world.env)
+    plain, missing = expand_server(server, world.env, read_text)
     if missing:
         return Observation(
             'error', 'unresolved', '%s has no value' % ', '.join(missing)
@@ -5183,6 +6207,9 @@ class Round:
     def _work(self, server, era, deadlines):
         try:
             seen = observe_server(server, era, deadlines, self.world)
+            notes = expand_server(server, self.world.env, read_text)[0]
+            seen = seen._replace(warnings=notes.warnings[
+                len(server.warnings):] + seen.warnings)
         except Interrupted:
             seen = None
         except Exception as exc:    # one server must not cost the others
@@ -5239,15 +6266,27 @@ def cmd_config_paths(world, options):
 
     Files that are there but not named are never used (contract 12).
     """
-    rows = [('--config or PREFLIGHT_CONFIG', path, True)
+    import glob
+    rows = [('', '--config or PREFLIGHT_CONFIG', path)
             for path in world.configs]
-    rows.append(('state directory', os.path.join(world.home, OUR_CONFIG),
-                 not world.configs))
-    rows.append(('only if named with --config', os.path.abspath('.mcp.json'),
-                 False))
-    return [{'path': path, 'how': how, 'found': os.path.isfile(path),
-             'used': is_used and os.path.isfile(path)}
-            for how, path, is_used in rows]
+    rows.append(('', 'state directory', os.path.join(world.home,
+                                                     OUR_CONFIG)))
+    platform = ('w' if os.name == 'nt' else 'm' if sys.platform == 'darwin'
+                else 'l')
+    for client, path in client_places(platform, world.env):
+        path = os.path.abspath(os.path.join(world.workspace, path))
+        rows += [(client, 'only if named with --config', place)
+                 for place in sorted(glob.glob(path)) or [path]]
+    used = set(map(os.path.realpath, config_paths(world)))
+    return [{'path': path, 'client': client, 'how': how,
+             'found': os.path.isfile(path),
+             'used': os.path.isfile(path) and os.path.realpath(path) in used}
+            for client, how, path in dict.fromkeys(rows)]
+
+
+def workspace_of(world):
+    """Name the directory of --workspace, '' when it was not given."""
+    return os.path.abspath(world.workspace) if world.workspace else ''
 
 
 def load_config(world):
@@ -5269,8 +6308,31 @@ def load_config(world):
         if real not in seen:
             seen.add(real)
             sources.append((path, real, read_bytes(path)))
-    workspace = os.path.abspath(world.workspace) if world.workspace else ''
-    return read_config(sources, world.dialect, workspace)
+    return read_config(sources, world.dialect, workspace_of(world),
+                       home_of(world.env))
+
+
+def cmd_config_show(world, options):
+    """Show files as they are read, in one form for all clients: an object
+    for one file, else a list. Secrets are masked without --reveal."""
+    paths = [os.fsdecode(path.encode('utf-8', 'surrogateescape'))
+             for path in options.ids] or config_paths(world)
+    secrets = [value for name, value in world.env.items() if re.match(
+        '(?i)%s\\Z' % SECRET_NAME, name) and value[:1] != '/']
+    shown = []
+    for path in paths:
+        file = parse_config(path, os.path.realpath(path), read_bytes(path),
+                            world.dialect)
+        notes = []
+        form = show_config(file, workspace_of(world), world.env, read_text,
+                           notes)
+        for note in notes:
+            world.tell('warning: ' + note)
+        if not options.reveal:
+            form['servers'] = [masked_form(server, secrets)
+                               for server in form['servers']]
+        shown.append(form)
+    return shown[0] if len(shown) == 1 else shown
 
 
 def cmd_config_check(world, options):
@@ -5283,8 +6345,8 @@ def cmd_config_check(world, options):
     servers, skipped = all_servers(config)
     warnings = list(config.warnings) + skipped
     for server in servers:
+        server, missing = expand_server(server, world.env, read_text)
         warnings += ['%s: %s' % (server.name, w) for w in server.warnings]
-        missing = expand_server(server, world.env)[1]
         warnings += ['%s: %s has no value here' % (server.name, name)
                      for name in missing]
     for name, members in config.profiles.items():
@@ -6516,6 +7578,7 @@ SHUTDOWN_S = 5
 BEAT_S = 15                     # between comments on an event stream
 TICK_S = 0.25                   # between looks for events
 CONFIG_RETRY_S = 0.2
+CLOCK_TICK_MS = 50              # that files are dated with, or finer
 BUSY_STEP_S = 0.002
 REQUEST_DEPTH = 64
 SECRET_PREFIX = 'pfl_agt_'
@@ -6842,6 +7905,7 @@ class Gate:
         self.todo, self.waiting = [], set()
         self.is_scheduled, self.since = False, None
         self.cache, self.mark, self.room = None, None, 0
+        self.texts = {}             # id of an Answer -> it and its JSON
         self.places = places_of(self.world)
 
     def submit(self, check):
@@ -6851,34 +7915,34 @@ class Gate:
             self.is_scheduled = True
             self.service.loop.call_soon(self.flush)
 
-    def _later(self, seconds):
-        self.is_scheduled = True
-        self.service.loop.call_later(seconds, self.flush)
-
     def flush(self):
         """Judge, record and answer what has come together."""
         now = self.world.clock()
         self.is_scheduled, self.since = False, self.since or now
         batch = [check for check in self.todo if not check.peer.is_gone()]
         try:
-            if not self.service.configs.is_settled():
-                return self._later(CONFIG_RETRY_S)
-            if not self.store.lock.take_now():
-                raise StoreBusy('the state database is busy')
-            done = self._record(batch, now)
+            done, again = [], CONFIG_RETRY_S
+            if self.service.configs.is_settled():
+                if not self.store.lock.take_now():
+                    raise StoreBusy('the state database is busy')
+                done, again = self._record(batch, now), None
         except StoreBusy as exc:
             self.waiting -= set(batch)
-            if now - self.since < BUSY_TIMEOUT_MS / 1000:
-                return self._later(BUSY_STEP_S)
-            done = [(check, exc) for check in batch]
+            again = BUSY_STEP_S
+            if now - self.since > BUSY_TIMEOUT_MS / 1000:
+                done, again = [(check, exc) for check in batch], None
         except Exception as exc:
             self.waiting -= set(batch)
             self.cache = self.store.inode = None    # opened anew next time
             error = self.service.error_of(exc)
-            done = [(check, error) for check in batch]
+            done, again = [(check, error) for check in batch], None
         finally:
             if self.store.lock.is_held:
                 self.store.lock.__exit__()
+        if again is not None:
+            self.is_scheduled = True
+            self.service.loop.call_later(again, self.flush)
+            return
         self.todo, self.since = [], None
         self._answer(done)
 
@@ -6908,7 +7972,7 @@ class Gate:
             if self.cache is None or self.mark[1] != generation or (
                     self.cache.config is not config or self.room < 0):
                 self.cache = open_snapshot(con, config)
-                self.room = MAX_CACHE_BYTES
+                self.room, self.texts = MAX_CACHE_BYTES, {}
             self.mark = version, generation
         return self.cache
 
@@ -7000,8 +8064,21 @@ class Gate:
             return respond_error(result, check.request.id, check.who)
         self.service.counts.check(result)
         is_bad = check.is_probe and result.verdict != READY
-        return respond({'success': True, 'data': report_data(result)},
-                       503 if is_bad else 200)
+        text = compact_json({'success': True, 'data': report_data(
+            result._replace(answers=()))})
+        body = '%s%s]}}\n' % (text[:-3], ','.join(
+            [self._text_of(answer) for answer in result.answers]))
+        return Response(503 if is_bad else 200, body.encode('ascii'),
+                        'application/json', ())
+
+    def _text_of(self, answer):
+        """Encode one result; a ready one is kept as its snapshot keeps it."""
+        held, text = self.texts.get(id(answer), (None, ''))
+        if held is not answer:
+            text = compact_json(answer_fields(answer))
+            if answer.status == READY:
+                self.texts[id(answer)] = answer, text
+        return text
 
 
 class Configs:
@@ -7027,7 +8104,7 @@ class Configs:
         """Read what has changed; False while a second try is due."""
         stamp, now = self._stamp(), self.world.clock()
         if stamp == self.stamp and self.retry_at is None:
-            return True
+            return True         # with the config, or with why not
         if self.retry_at is not None and now < self.retry_at:
             return False
         self.stamp = stamp
@@ -7042,6 +8119,10 @@ class Configs:
             config = config._replace(settings=dict(
                 config.settings, sync_interval=self.sync_ms))
         self.config, self.fault, self.retry_at = config, None, None
+        age = self.world.now() - max([0] + [
+            row[0] * 1000 for row in stamp if isinstance(row, tuple)])
+        if 0 <= age < CLOCK_TICK_MS:
+            self.stamp = None   # a second change might look like this one
         self.hosts = frozenset(name.lower() for name in
                                config.settings['allow_hosts'])
         return True
@@ -7052,6 +8133,11 @@ class Configs:
             raise self.fault
         return self.config
 
+    def latest(self):
+        """Read what has changed and give the Config, as current() does."""
+        self.is_settled()
+        return self.current()
+
 
 class Counts:
     """Counters for /metrics."""
@@ -7061,6 +8147,10 @@ class Counts:
         self.reasons = dict.fromkeys(('ready',) + tuple(REASONS), 0)
         self.statuses = {}
         self.writes, self.write_seconds = 0, 0
+
+    def status(self, status):
+        """Count one response."""
+        self.statuses[status] = self.statuses.get(status, 0) + 1
 
     def check(self, report):
         """Count one check and its results."""
@@ -7198,9 +8288,11 @@ class Peer:
             if self.request is None and not self._take_head():
                 return
             if not self.body.feed(self.buffer):
-                return self._continue()
+                self._continue()
+                return
         except Exception as exc:
-            return self.refuse(self.service.error_of(exc))
+            self.refuse(self.service.error_of(exc))
+            return
         self.current = self.request._replace(body=bytes(self.body.data))
         self.request = self.body = None
         self.is_busy, self.start = True, self.clock()
@@ -7243,13 +8335,9 @@ class Peer:
 
     def _continue(self):
         """Ask for the body, once what stands before it is admitted."""
-        if self.request.headers.pop('expect', '').lower() != '100-continue':
-            return
-        try:
+        if self.request.headers.pop('expect', '').lower() == '100-continue':
             self.service.admit(self, self.request)
-        except PreflightError as exc:
-            return self.refuse(exc)
-        self.transport.write(b'HTTP/1.1 100 Continue\r\n\r\n')
+            self.transport.write(b'HTTP/1.1 100 Continue\r\n\r\n')
 
     def expire(self):
         """End a peer that is too slow, or idle."""
@@ -7269,7 +8357,8 @@ class Peer:
         if request.method == 'HEAD':
             data = data[:-len(response.body)]
         self.transport.write(data)
-        self.service.log(self, request, response, who)
+        self.service.log.request(self, request, response.status, who)
+        self.service.counts.status(response.status)
         self.is_busy = False
         self.deadline = self.clock() + (
             READ_TIMEOUT_S if self.buffer else IDLE_TIMEOUT_S)
@@ -7310,9 +8399,8 @@ class Events:
         service = self.service
         if len(self.peers) >= MAX_STREAMS:
             raise HttpError(503, 'too many event streams are open')
-        service.configs.is_settled()
-        config, last = service.configs.current(), request.headers.get(
-            'last-event-id', '')
+        config = service.configs.latest()
+        last = request.headers.get('last-event-id', '')
         with service.gate.store.read() as con:
             head = load_last_record(con)[0]
             since = int(last) if re.match(r'[0-9]{1,15}\Z', last) else head
@@ -7325,7 +8413,8 @@ class Events:
                 + b': ready\nid: %d\n\n' % since)
             self.peers[peer] = [who, peer.clock()]
             self._send([peer], con, config, self._since(con, since))
-        service.log(peer, request, Response(200, b'', '', ()), who)
+        service.log.request(peer, request, 200, who)
+        service.counts.status(200)
         if not self.is_running:
             self.is_running = True
             service.loop.call_later(TICK_S, self._tick)
@@ -7443,9 +8532,10 @@ class Syncer:
         words = ['--home', world.home]
         for path in world.configs:
             words += ['--config', path]
-        for name in ('dialect', 'workspace'):
+        for name in ('dialect', 'workspace', 'ca_file'):
             if getattr(world, name):
-                words += ['--' + name, getattr(world, name)]
+                words += ['--' + name.replace('_', '-'),
+                          getattr(world, name)]
         try:
             self.child = subprocess.Popen(
                 [sys.executable, '-I', os.path.abspath(__file__), 'sync']
@@ -7454,17 +8544,19 @@ class Syncer:
                 env={name: value for name, value in world.env.items()
                      if not name.startswith('PREFLIGHT_')})
         except OSError as exc:
-            self.service.tell('sync cannot be started: %s' % os_reason(exc))
-            return self._ended(EXIT_FAILED)
-        self.thread = threading.Thread(target=self._follow,
-                                       args=(self.child,))
-        self.thread.start()
+            self.service.log.tell('sync cannot be started: %s'
+                                  % os_reason(exc))
+            self._ended(EXIT_FAILED)
+        else:
+            self.thread = threading.Thread(target=self._follow,
+                                           args=(self.child,))
+            self.thread.start()
 
     def _follow(self, child):
         """Pass on what a sync says, and its end; runs in a thread."""
         call = self.service.loop.call_soon_threadsafe
         for line in child.stderr:
-            call(self.service.tell, 'sync: ' + line.decode(
+            call(self.service.log.tell, 'sync: ' + line.decode(
                 'utf-8', 'replace').rstrip())
         child.stderr.close()
         call(self._ended, child.wait())
@@ -7580,7 +8672,8 @@ def get_activity(world, config, request, who):
 
 def do_preflight(service, peer, request, who):
     """POST /api/v1/preflight: a check, answered when it is recorded."""
-    asked = parse_check(request.body, bool(who.token and who.token.required))
+    parse = service.parse_short if len(request.body) < 4096 else parse_check
+    asked = parse(request.body, bool(who.token and who.token.required))
     service.gate.submit(Check(peer, request, who, asked))
 
 
@@ -7603,8 +8696,7 @@ def do_sync(service, peer, request, who):
     table = strict_json(request.body) if request.body.strip() else {}
     only_keys(table, ('servers',))
     names = typed(table, 'servers', is_texts, 'an array of strings') or []
-    service.configs.is_settled()
-    config = service.configs.current()
+    config = service.configs.latest()
     for name in names:
         if look_up(config, name)[0] is None:
             raise HttpError(400, 'no server %s is configured'
@@ -7615,8 +8707,7 @@ def do_sync(service, peer, request, who):
 
 def do_metrics(service, peer, request, who):
     """GET /metrics, as Prometheus text."""
-    service.configs.is_settled()
-    config = service.configs.current()
+    config = service.configs.latest()
     with service.gate.store.read() as con:
         states = list(service.states(con, config).values())
     return respond_text(
@@ -7624,24 +8715,22 @@ def do_metrics(service, peer, request, who):
         kind='text/plain; version=0.0.4; charset=utf-8')
 
 
-# What GET /api/v1/openapi.json answers. It is text, so that no other command
-# has to compile it.
+# What GET /api/v1/openapi.json answers, but for what is the same everywhere.
+# It is text, so that no other command has to compile it.
 OPENAPI = r"""{"openapi": "3.0.3",
 "info": {"title": "preflight", "version": "@VERSION@",
   "description": "Are these MCP tools ready, or exactly why not."},
 "security": [{"key": []}, {"bearer": []}],
 "paths": {
 "/healthz": {"get": {"summary": "The process answers.", "security": [],
-  "responses": {"200": {"$ref": "#/components/responses/word"},
-    "default": {"$ref": "#/components/responses/error"}}}},
+  "responses": {"200": {"$ref": "#/components/responses/word"}}}},
 "/readyz": {"get": {
   "summary": "One word for all; with tool=ID the answer of a check.",
   "security": [{}, {"key": []}, {"bearer": []}],
   "parameters": [{"name": "tool", "in": "query", "schema": {
     "type": "array", "items": {"type": "string"}, "maxItems": 100}}],
   "responses": {"200": {"$ref": "#/components/responses/ready"},
-    "503": {"$ref": "#/components/responses/ready"},
-    "default": {"$ref": "#/components/responses/error"}}}},
+    "503": {"$ref": "#/components/responses/ready"}}}},
 "/api/v1/preflight": {"post": {
   "summary": "Check required tools. HTTP tells that the check ran.",
   "requestBody": {"required": true, "content": {"application/json": {
@@ -7659,19 +8748,12 @@ OPENAPI = r"""{"openapi": "3.0.3",
         "exclude_open_world": {"type": "boolean", "nullable": true}}},
       "wait_ms": {"type": "integer", "minimum": 0, "maximum": 10000,
         "nullable": true}}}}}},
-  "responses": {"200": {"$ref": "#/components/responses/report"},
-    "default": {"$ref": "#/components/responses/error"}}}},
-"/api/v1/servers": {"get": {"summary": "The configured servers.",
-  "responses": {"200": {"$ref": "#/components/responses/data"},
-    "default": {"$ref": "#/components/responses/error"}}}},
+  "responses": {"200": {"$ref": "#/components/responses/report"}}}},
+"/api/v1/servers": {"get": {"summary": "The configured servers."}},
 "/api/v1/servers/{name}/tools": {"get": {"summary": "A server's tools.",
   "parameters": [{"name": "name", "in": "path", "required": true,
-    "schema": {"type": "string"}}],
-  "responses": {"200": {"$ref": "#/components/responses/data"},
-    "default": {"$ref": "#/components/responses/error"}}}},
-"/api/v1/tools": {"get": {"summary": "All tools.",
-  "responses": {"200": {"$ref": "#/components/responses/data"},
-    "default": {"$ref": "#/components/responses/error"}}}},
+    "schema": {"type": "string"}}]}},
+"/api/v1/tools": {"get": {"summary": "All tools."}},
 "/api/v1/activity": {"get": {"summary": "Audit records, newest first.",
   "parameters": [
     {"name": "type", "in": "query", "schema": {"type": "string"}},
@@ -7684,34 +8766,26 @@ OPENAPI = r"""{"openapi": "3.0.3",
     {"name": "limit", "in": "query", "schema": {
       "type": "integer", "minimum": 1, "maximum": 1000, "default": 50}},
     {"name": "offset", "in": "query", "schema": {
-      "type": "integer", "minimum": 0, "default": 0}}],
-  "responses": {"200": {"$ref": "#/components/responses/data"},
-    "default": {"$ref": "#/components/responses/error"}}}},
+      "type": "integer", "minimum": 0, "default": 0}}]}},
 "/api/v1/activity/{id}": {"get": {"summary": "One audit record.",
   "parameters": [{"name": "id", "in": "path", "required": true,
-    "schema": {"type": "string"}}],
-  "responses": {"200": {"$ref": "#/components/responses/data"},
-    "default": {"$ref": "#/components/responses/error"}}}},
+    "schema": {"type": "string"}}]}},
 "/api/v1/sync": {"post": {"summary": "Look at servers, all if none named.",
   "requestBody": {"content": {"application/json": {"schema": {
     "type": "object", "additionalProperties": false, "properties": {
       "servers": {"type": "array", "nullable": true,
         "items": {"type": "string"}}}}}}},
-  "responses": {"202": {"$ref": "#/components/responses/data"},
-    "default": {"$ref": "#/components/responses/error"}}}},
+  "responses": {"202": {"$ref": "#/components/responses/data"}}}},
 "/api/v1/openapi.json": {"get": {"summary": "This document.",
   "responses": {"200": {"description": "OpenAPI.", "content": {
-      "application/json": {"schema": {"type": "object"}}}},
-    "default": {"$ref": "#/components/responses/error"}}}},
+      "application/json": {"schema": {"type": "object"}}}}}}},
 "/metrics": {"get": {"summary": "Prometheus text.",
-  "responses": {"200": {"$ref": "#/components/responses/word"},
-    "default": {"$ref": "#/components/responses/error"}}}},
+  "responses": {"200": {"$ref": "#/components/responses/word"}}}},
 "/events": {"get": {"summary": "Server-Sent Events: changes of readiness.",
   "parameters": [{"name": "Last-Event-ID", "in": "header",
     "schema": {"type": "string"}}],
   "responses": {"200": {"description": "A stream.", "content": {
-      "text/event-stream": {"schema": {"type": "string"}}}},
-    "default": {"$ref": "#/components/responses/error"}}}}},
+      "text/event-stream": {"schema": {"type": "string"}}}}}}}},
 "components": {
 "securitySchemes": {
   "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
@@ -7768,7 +8842,13 @@ OPENAPI = r"""{"openapi": "3.0.3",
 
 def get_openapi(service, peer, request, who):
     """GET /api/v1/openapi.json: this service, described."""
-    return respond(json.loads(OPENAPI.replace('@VERSION@', VERSION)))
+    document = json.loads(OPENAPI.replace('@VERSION@', VERSION))
+    for operations in document['paths'].values():
+        for operation in operations.values():
+            found = operation.setdefault('responses', {'200': {
+                '$ref': '#/components/responses/data'}})
+            found['default'] = {'$ref': '#/components/responses/error'}
+    return respond(document)
 
 
 def reader(run):
@@ -7912,18 +8992,61 @@ names to answer to; ready: Refs folded into /readyz; sync_ms: 0 for no
 background sync."""
 
 
+class Log:
+    """The lines on stderr; those of a tick are written together."""
+
+    def __init__(self, world, settings, loop):
+        self.world, self.settings, self.loop = world, settings, loop
+        self.lines, self.is_json = [], settings.log_format == 'json'
+
+    def tell(self, line):
+        """Log a line that is about no request."""
+        if self.is_json:
+            line = json.dumps({'time': format_time(self.world.now()),
+                               'message': line})
+        self._add(safe_text(line))
+
+    def request(self, peer, request, status, who):
+        """Log one request; its query may hold a key."""
+        actor = '-' if who is None else 'operator'
+        row = (format_time(self.world.now()), request.method, request.path,
+               status, int((peer.clock() - peer.start) * 1000), request.id,
+               who.token.name if who and who.token else actor)
+        if self.is_json:
+            self._add(json.dumps(dict(zip((
+                'time', 'method', 'path', 'status', 'ms', 'request_id',
+                'actor'), row))))
+        else:
+            self._add('%s %s %s %d %dms %s %s' % row)
+
+    def _add(self, line):
+        if not self.lines:
+            self.loop.call_soon(self.write)
+        self.lines.append(line)
+
+    def write(self):
+        """Write what has come together."""
+        lines, self.lines = self.lines, []
+        if lines:
+            self.settings.write_log('\n'.join(lines) + '\n')
+
+
 class Service:
     """All that the handlers share."""
 
     def __init__(self, world, settings, loop, configs):
         import concurrent.futures
+        import functools
         self.world, self.settings, self.loop = world, settings, loop
         self.configs, self.counts = configs, Counts()
+        self.log = Log(world, settings, loop)
         self.gate, self.events = Gate(self), Events(self)
         self.syncer = Syncer(self, settings.sync_ms)
         self.parse_line = make_head_parser()
+        # Clients repeat themselves: what was read of a body is kept.
+        self.parse_short = functools.lru_cache(128)(parse_check)
         self.pool = concurrent.futures.ThreadPoolExecutor(1)
-        self.peers, self.lines, self.servers = set(), [], []
+        self.peers, self.servers = set(), []
         self.is_stopping, self.signal = False, None
 
     def admit_peer(self, peer):
@@ -8053,7 +9176,9 @@ class Service:
         """Give the PreflightError to answer with; others are told."""
         if isinstance(exc, PreflightError):
             return exc
-        self.tell('internal error: %s: %s' % (type(exc).__name__, exc))
+        if isinstance(exc, OSError):        # a peer's, or of its TLS
+            return HttpError(503, os_reason(exc))
+        self.log.tell('internal error: %s: %s' % (type(exc).__name__, exc))
         return HttpError(500, 'internal error')
 
     def read(self, peer, request, who, run):
@@ -8084,8 +9209,7 @@ class Service:
         """Fold state, config and the set of --ready into one bit."""
         is_ready = False
         try:
-            self.configs.is_settled()
-            config = self.configs.current()
+            config = self.configs.latest()
             with self.gate.store.read() as con:
                 question = Question(
                     self.settings.ready, operator(config), (),
@@ -8097,39 +9221,6 @@ class Service:
             pass
         return respond_text('ready' if is_ready else 'unready',
                             200 if is_ready else 503)
-
-    def tell(self, line):
-        """Write a line that is about no request to the log."""
-        if self.settings.log_format == 'json':
-            line = json.dumps({'time': format_time(self.world.now()),
-                               'message': line})
-        self._log_line(safe_text(line))
-
-    def _log_line(self, line):
-        if not self.lines:
-            self.loop.call_soon(self.write_lines)
-        self.lines.append(line)
-
-    def write_lines(self):
-        """Write the log lines of a tick together."""
-        lines, self.lines = self.lines, []
-        if lines:
-            self.settings.write_log('\n'.join(lines) + '\n')
-
-    def log(self, peer, request, response, who):
-        """Log and count one request; its query may hold a key."""
-        counts = self.counts.statuses
-        counts[response.status] = counts.get(response.status, 0) + 1
-        actor = '-' if who is None else 'operator'
-        row = (format_time(self.world.now()), request.method, request.path,
-               response.status, int((peer.clock() - peer.start) * 1000),
-               request.id, who.token.name if who and who.token else actor)
-        if self.settings.log_format == 'json':
-            self._log_line(json.dumps(dict(zip((
-                'time', 'method', 'path', 'status', 'ms', 'request_id',
-                'actor'), row))))
-        else:
-            self._log_line('%s %s %s %d %dms %s %s' % row)
 
     def sweep(self):
         """End what is too slow or idle."""
@@ -8253,11 +9344,12 @@ def remove_stale(path):
         try:
             probe.connect(path)
         except ConnectionRefusedError:
-            return os.unlink(path)
+            os.unlink(path)
         except OSError as exc:
             raise UsageError('--socket %s: %s' % (
                 path, os_reason(exc))) from exc
-    raise UsageError('another server listens on %s' % path)
+        else:
+            raise UsageError('another server listens on %s' % path)
 
 
 def bind_unix(path):
@@ -8312,7 +9404,8 @@ def listen(service, sock, context, path):
         if context and sys.version_info >= (3, 7):
             more['ssl_handshake_timeout'] = READ_TIMEOUT_S
         service.servers.append(loop.run_until_complete(loop.create_server(
-            lambda: Peer(service, False), sock=sock, ssl=context, **more)))
+            lambda: Peer(service, False), sock=sock, ssl=context,
+            backlog=512, **more)))
         name = sock.getsockname()
         places.append('%s://%s:%d' % (
             'https' if context else 'http',
@@ -8329,9 +9422,8 @@ def run_loop(service, path):
     """Serve until a signal ends it; path: of the Unix socket, or ''."""
     import signal
     loop, inode = service.loop, path and os.stat(path).st_ino
-    loop.set_exception_handler(lambda _, context: service.tell(
-        'internal error: %s' % (context.get('exception')
-                                or context['message'])))
+    loop.set_exception_handler(lambda _, context: service.error_of(
+        context.get('exception') or PreflightError(context['message'])))
     for name in ('SIGINT', 'SIGTERM', 'SIGHUP'):
         number = getattr(signal, name, None)
         if number is not None and (
@@ -8345,11 +9437,23 @@ def run_loop(service, path):
     finally:
         service.syncer.join()
         service.pool.shutdown()
-        service.write_lines()
+        service.log.write()
+        loop.set_exception_handler(lambda *_: None)
         service.gate.store.close()
         loop.close()
         if path and os.path.exists(path) and os.stat(path).st_ino == inode:
             os.unlink(path)     # and never that of a later server
+
+
+def ready_refs(options):
+    """Read --ready ID,ID: Refs; raises UsageError."""
+    refs = [parse_id(name) for words in options.ready or ()
+            for name in words.split(',')]
+    for ref in refs:
+        if not ref.server:
+            raise UsageError('--ready %s: %s' % (json.dumps(ref.id),
+                                                 id_hint(ref)))
+    return refs
 
 
 def cmd_serve(world, options):
@@ -8357,43 +9461,38 @@ def cmd_serve(world, options):
     import asyncio
     import gc
     gc.enable()                 # main() turns it off, for short runs
-    interval = options.sync_interval and parse_duration(
-        options.sync_interval)
-    configs = Configs(world, interval)
-    if not configs.is_settled():
-        configs.current()
-    ready = [parse_id(name) for words in options.ready or ()
-             for name in words.split(',')]
-    for ref in ready:
-        if not ref.server:
-            raise UsageError('--ready %s: %s' % (json.dumps(ref.id),
-                                                 id_hint(ref)))
     if options.log_format not in ('text', 'json'):
         raise UsageError('--log-format takes text or json')
+    if options.socket == '':
+        raise UsageError('--socket is empty')
+    interval, path = None, os.path.abspath(options.socket or '')
+    if options.sync_interval is not None:
+        interval = parse_duration(options.sync_interval)
+    configs, refs = Configs(world, interval), ready_refs(options)
+    settings, sock, is_loopback = configs.latest().settings, None, True
     context = load_tls(options.tls_cert, options.tls_key)
-    path = os.path.abspath(options.socket) if options.socket else ''
-    sock, is_loopback = None, True
-    settings = configs.current().settings
-    if options.listen is not None or not path:
+    if options.listen is not None or not options.socket:
         sock, is_loopback = bind_tcp(*parse_listen(
-            options.listen or settings['listen']))
+            settings['listen'] if options.listen is None
+            else options.listen))
     key, place, is_new = load_api_key(world, options.api_key_file)
     if is_new and not is_loopback:
         raise UsageError(
             'will not listen beyond loopback with a key that nobody has yet',
             'The key was just made: copy it from %s and start again.'
             % place)
-    if interval is None:
-        interval = settings['sync_interval']
+    is_quiet = options.no_sync or interval == 0
     service = Service(world, ServeSettings(
         key, is_loopback, frozenset(name.lower() for name in
-                                    options.allow_host or ()), ready,
-        options.log_format, 0 if options.no_sync else interval,
+                                    options.allow_host or ()), refs,
+        options.log_format, 0 if is_quiet else settings['sync_interval'],
         options.write_log), asyncio.new_event_loop(), configs)
     service.gate.store.connect()
-    places = listen(service, sock, context, path)
-    service.tell('listening on %s; the key is in %s' % (places, place))
-    run_loop(service, path)
+    places = listen(service, sock, context, options.socket and path)
+    service.log.tell('listening on %s; the key is in %s' % (places, place))
+    gc.collect()
+    getattr(gc, 'freeze', int)()    # what is here now stays
+    run_loop(service, options.socket and path)
     raise Interrupted(service.signal)
 
 
@@ -8420,7 +9519,8 @@ global options, before or after the command:
                      http://, https:// or unix:///PATH
   --config FILE      config, may be repeated (else PREFLIGHT_CONFIG, else
                      mcp_config.json in the state directory)
-  --dialect NAME     read the config files as: %s
+  --dialect NAME     read the config files as one of
+%s
   --workspace DIR    where servers of a client's config file are started
   -o, --output F     table, json or yaml (else PREFLIGHT_OUTPUT, else table)
   --debug            show a traceback for an internal error
@@ -8639,8 +9739,14 @@ COMMANDS = {
         EXIT_FAILED if found['errors'] else EXIT_READY, '',
         'read every entry and say what is wrong'),
     ('config', 'paths'): Command(
-        cmd_config_paths, (), _rows('path', 'how', 'found', 'used'),
+        cmd_config_paths, (), _rows('path', 'client', 'how', 'found',
+                                    'used'),
         _always_ready, '', 'every place a config is looked for'),
+    ('config', 'show'): Command(
+        cmd_config_show, (
+            _flag('--reveal', 'print the values of env and headers'),),
+        _plain(render_yaml), _always_ready, '[FILE...]',
+        'any client\'s files, in one form'),
 }
 
 
@@ -8739,10 +9845,13 @@ def parse_argv(argv):
 
 
 def _help_text(verb, options):
+    import textwrap
     if not verb:
         lines = ''.join('  %-20s %s\n' % (' '.join(words), row.about)
                         for words, row in COMMANDS.items())
-        return OVERVIEW % (lines, ', '.join(sorted(DIALECTS)))
+        return OVERVIEW % (lines, textwrap.fill(
+            ', '.join(sorted(DIALECTS)), 79, initial_indent=' ' * 21,
+            subsequent_indent=' ' * 21, break_on_hyphens=False))
     row = COMMANDS[verb]
     text = 'usage: preflight.py %s [options] %s\n\n%s\n' % (
         ' '.join(verb), row.takes, row.about)

@@ -247,7 +247,8 @@ def a_server(**more):
         url=None, headers={}, enabled=True, quarantined=False,
         trust_mode='manual', allow=None, deny=[], start_timeout=60000,
         request_timeout=30000, max_age=None, client=None, health={},
-        ignore_changes={}, overlaid=frozenset(), warnings=[])
+        ignore_changes={}, overlaid=frozenset(), warnings=[],
+        extra={})
     return pf.Server(**dict(given, **more))
 
 
@@ -1056,6 +1057,12 @@ def read_files(*files, **more):
     return pf.read_config(sources, **more)
 
 
+def decode(data, path):
+    """Parse a file of ours: (table, keys that stand twice)."""
+    file = pf.parse_config(path, path, data, 'preflight')
+    return file.table, file.doubles
+
+
 def read_entry(entry, path=OURS, *overlays):
     """Read the entry s of a file, with overlays: (Server, why not)."""
     files = [(path, {'mcpServers': {'s': entry}})]
@@ -1086,13 +1093,13 @@ class Test07Bytes(unittest.TestCase):
                 b'\xfe\xff' + self.TEXT.encode('utf-16-be'),
                 self.TEXT.replace(' ', '\r\n').encode('utf-8')):
             with self.subTest(data=data[:8]):
-                self.assertEqual(pf.decode_config(data, 'c'),
+                self.assertEqual(decode(data, 'c'),
                                  (self.TABLE, []))
 
     def refusal(self, data):
         """Give the text of the error that these bytes are."""
         with self.assertRaises(pf.ConfigError) as caught:
-            pf.decode_config(data, 'DIR/c.json')
+            decode(data, 'DIR/c.json')
         self.assertIn('DIR/c.json', str(caught.exception))
         return str(caught.exception)
 
@@ -1142,7 +1149,7 @@ class Test07Bytes(unittest.TestCase):
 
     def test_deep_in_a_comment_is_not_deep(self):
         text = '{"a": 1, // %s\n "b": 2}' % ('[' * 300)
-        self.assertEqual(pf.decode_config(text.encode(), 'c')[0],
+        self.assertEqual(decode(text.encode(), 'c')[0],
                          {'a': 1, 'b': 2})
 
     def test_comments(self):
@@ -1161,7 +1168,7 @@ class Test07Bytes(unittest.TestCase):
                  's': {'url': 'https://h/x//y', 'args': ['a,]', 'b']}}}))
         for text, value in table:
             with self.subTest(text=text):
-                self.assertEqual(pf.decode_config(text.encode(), 'c'),
+                self.assertEqual(decode(text.encode(), 'c'),
                                  (value, []))
 
     def test_blanks_keep_their_shape(self):
@@ -1172,67 +1179,39 @@ class Test07Bytes(unittest.TestCase):
 
     def test_doubles(self):
         text = '{"a": {"x": 1, "x": 2, "y": 1, "y": 1}, "b": 1}'
-        self.assertEqual(pf.decode_config(text.encode(), 'c'),
+        self.assertEqual(decode(text.encode(), 'c'),
                          ({'a': {'x': 2, 'y': 1}, 'b': 1}, ['x', 'y']))
 
     def test_a_string_without_end_costs_one_scan(self):
         self.refusal(b'{"' + b'\\"' * 200000)
 
 
-class Test07Dialects(unittest.TestCase):
+class Test07Paths(unittest.TestCase):
     """Whose file it is, by flag and path."""
 
-    def test_known(self):
-        for path, dialect in (
-                ('c.json', 'preflight'), ('/x/config.json', 'preflight'),
-                ('/x/mcp_config.json', 'preflight'),
-                ('/x/my.mcp.json', 'preflight'),
-                ('/x/mcp.json', 'preflight'),
-                ('.mcp.json', 'claude-code'), ('/x/.mcp.json',
-                                               'claude-code'),
-                ('C:\\x\\.mcp.json', 'claude-code')):
+    def test_ours_or_not_told(self):
+        for path in ('c.json', '/x/config.json', '/x/mcp_config.json',
+                     '/x/my.mcp.json', '/x/mcp.json', '/x/settings.json'):
             with self.subTest(path=path):
-                self.assertEqual(pf.dialect_of(path), dialect)
+                self.assertEqual(pf.dialect_of(path), '')
 
     def test_flag_wins(self):
-        self.assertEqual(pf.dialect_of('/x/.mcp.json', 'preflight'),
-                         'preflight')
-        self.assertEqual(pf.dialect_of('/x/.cursor/mcp.json',
-                                       'claude-code'), 'claude-code')
-
-    REFUSED = (
-        '/h/.claude.json', '/h/Claude/claude_desktop_config.json',
-        '/r/.cursor/mcp.json', '/r/.vscode/mcp.json', '/r/.roo/mcp.json',
-        '/h/.gemini/settings.json', '/h/.codex/config.toml',
-        '/h/.codeium/windsurf/mcp_config.json', '/r/opencode.json',
-        '/r/opencode.jsonc', '/h/.copilot/mcp-config.json',
-        '/r/.kiro/settings/mcp.json', '/h/.mcpproxy/mcp_config.json',
-        '/h/cline_mcp_settings.json', '/r/.zed/settings.json',
-        '/h/.lmstudio/mcp.json', 'C:\\r\\.cursor\\mcp.json')
-
-    def test_others_are_refused_by_name(self):
-        for path in self.REFUSED:
-            with self.subTest(path=path), \
-                    self.assertRaises(pf.ConfigError) as caught:
-                read_files((path, {'mcpServers': {}}))
-            self.assertIn(path, str(caught.exception))
-            self.assertIn('is not read by this version',
-                          str(caught.exception))
-            self.assertIn('claude-code, preflight', caught.exception.hint)
-
-    def test_unknown_flag(self):
-        with self.assertRaises(pf.ConfigError) as caught:
-            pf.dialect_of('c.json', 'cursr')
-        self.assertIn('"cursr"', str(caught.exception))
+        entry = {'mcpServers': {'s': {'command': 'x', 'trust_mode': 'auto'}}}
+        for path, flag, mode in (
+                (CLAUDE, '', 'manual'), (CLAUDE, 'preflight', 'auto'),
+                (OURS, '', 'auto'), (OURS, 'cursor', 'manual')):
+            with self.subTest(path=path, flag=flag):
+                config = read_files((path, entry), dialect=flag)
+                self.assertEqual(pf.look_up(config, 's')[0].trust_mode, mode)
 
     def test_a_link_hides_no_client(self):
         """A link of another name leads to a file that a pull request may
         change: its owner's rules hold."""
         data = b'{"mcpServers": {}, "quarantine_enabled": false}'
-        config = pf.read_config([('/c/x.json', '/r/.mcp.json', data)])
-        self.assertTrue(config.settings['quarantine_enabled'])
-        with self.assertRaises(pf.ConfigError):
-            pf.read_config([('/c/x.json', '/r/.cursor/mcp.json', data)])
+        for real in ('/r/.mcp.json', '/r/.cursor/mcp.json'):
+            config = pf.read_config([('/c/x.json', real, data)])
+            self.assertTrue(config.settings['quarantine_enabled'])
+            self.assertIn('quarantine_enabled ignored', config.warnings[0])
 
 
 class Test07Entries(unittest.TestCase):
@@ -1249,6 +1228,7 @@ class Test07Entries(unittest.TestCase):
                 a_server(file=path, command='x', cwd='sub', args=(
                     'a', '1', '2.5', 'true', 'false'), env={
                         'A': 'b', 'N': '3', 'T': 'true', 'R': None},
+                    warnings=['args that are no text are read as text'],
                     **more))
 
     def test_http(self):
@@ -1279,7 +1259,8 @@ class Test07Entries(unittest.TestCase):
         server = read_good({'command': 'x', 'url': 'https://h/'})
         self.assertEqual((server.transport, server.url), ('stdio', None))
         self.assertEqual(server.warnings,
-                         ['has a command and a url; the command counts'])
+                         ['has a command and a url, or two; the first '
+                          'counts'])
 
     def test_our_keys(self):
         server = read_good({
@@ -1337,7 +1318,8 @@ class Test07Entries(unittest.TestCase):
         ({'type': 5, 'command': 'x'}, 'type must be a string'),
         ({'type': 'stdio', 'url': 'https://h'}, 'type stdio needs a comm'),
         ({'type': 'http', 'url': ''}, 'type http needs a url'),
-        ({'command': ['x']}, 'command must be a string'),
+        ({'command': {'path': 'x'}}, 'command must be a string'),
+        ({'command': ['x', 1]}, 'command must be a string'),
         ({'command': 'x', 'args': 'a'}, 'args must be an array'),
         ({'command': 'x', 'args': ['a', {}]}, 'args[1] must be text'),
         ({'command': 'x', 'args': [None]}, 'args[0] must be text'),
@@ -1452,8 +1434,8 @@ class Test07Claude(unittest.TestCase):
 
     def test_url_without_type(self):
         server = read_good({'url': 'https://h/'}, CLAUDE)
-        self.assertEqual(server.warnings, ['has a url without a type, which '
-                                           'Claude Code refuses'])
+        self.assertEqual(server.warnings, [
+            'would be refused by its client: a url without a type'])
 
     def test_timeouts(self):
         for keys, ms, is_noted in (
@@ -1487,7 +1469,10 @@ class Test07Claude(unittest.TestCase):
                 ('${A:-${B}}', False), ('${A%x}', True)):
             with self.subTest(text=text):
                 server = read_good({'command': 'x', 'args': [text]}, CLAUDE)
-                self.assertEqual(bool(server.warnings), is_noted)
+                server = pf.expand_server(server, {})[0]
+                self.assertEqual(
+                    'has a variable that its client leaves as text'
+                    in server.warnings, is_noted)
 
     def test_double_keys(self):
         config = read_files((CLAUDE, '{"mcpServers": {"s": {"command": "x"},'
@@ -1533,8 +1518,12 @@ class Test07Expansion(unittest.TestCase):
             for dialect, found in (('preflight', ours),
                                    ('claude-code', claude)):
                 with self.subTest(text=text, dialect=dialect):
-                    self.assertEqual(pf.expand(text, dialect, self.ENV,
-                                               '/base'), found)
+                    server, missing = pf.expand_server(a_server(
+                        args=(text,), dialect=dialect, base='/base'),
+                        self.ENV)
+                    self.assertEqual((server.args[0], missing), (
+                        found[0], [name + ' (args[0])'
+                                   for name in found[1]]))
 
     def test_every_place(self):
         server = a_server(
@@ -1562,8 +1551,8 @@ class Test07Expansion(unittest.TestCase):
     def test_overlay_values_expand_by_our_rules(self):
         server = read_good({'command': 'x', 'env': {'A': '${env:A}'}},
                            CLAUDE, {'env': {'B': '${env:A}'}})
-        self.assertEqual(pf.expand_server(server, self.ENV)[0].env,
-                         {'A': '${env:A}', 'B': 'aa'})
+        server = pf.expand_server(server, self.ENV)[0]
+        self.assertEqual(server.env, {'A': '${env:A}', 'B': 'aa'})
 
 
 class Test07Overlays(unittest.TestCase):
@@ -1716,7 +1705,7 @@ class Test07Settings(unittest.TestCase):
         ('profiles', {'p': ['s']}), ('profiles', {'p': {}}),
         ('profiles', {'p': {'servers': 's'}}),
         ('profiles', {'p': {'servers': ['s'], 'x': 1}}),
-        ('mcpServers', 'x'), ('mcpServers', []))
+        ('mcpServers', 'x'))
 
     def test_wrong_types(self):
         for key, value in self.WRONG:
@@ -1740,7 +1729,7 @@ class Test07Settings(unittest.TestCase):
                 config = read_files((path, value))
                 self.assertEqual(config.entries, {})
                 self.assertIn(path + ': no server table found; looked for '
-                              '"mcpServers"', config.warnings)
+                              '"mcpServers"', ' '.join(config.warnings))
 
     def test_double_keys(self):
         with self.assertRaises(pf.ConfigError) as caught:
@@ -2586,6 +2575,1205 @@ class Test09Plan(unittest.TestCase):
     def test_a_tool_advertised_twice_is_listed(self):
         twice = defined('t', '', flaw=self.TWICE)
         self.assertEqual(self.lists([], observed(twice))[1], 't')
+
+
+# ==========================================================================
+# 7. config: the files of other programs, read as their owners read them
+# ==========================================================================
+
+HOME_ENV = {'HOME': '/h', 'T': 'tok-1', 'E': '', 'R': 'eu'}
+
+
+def as_toml(value):
+    """Write a value in one line of TOML."""
+    if isinstance(value, dict):
+        return '{%s}' % ', '.join('%s = %s' % (json.dumps(key), as_toml(item))
+                                  for key, item in value.items())
+    if isinstance(value, list):
+        return '[%s]' % ', '.join(map(as_toml, value))
+    return json.dumps(value)
+
+
+def text_of(content, dialect):
+    """Write the text of a file in its dialect."""
+    if isinstance(content, (str, bytes)):
+        return content
+    if dialect == 'codex':
+        return ''.join('%s = %s\n' % (key, as_toml(value))
+                       for key, value in content.items())
+    return json.dumps(content)
+
+
+def show(path, content, dialect='', workspace='', files=None, notes=None):
+    """Read one file as `config show` does; files: path -> text."""
+    content = text_of(content, dialect)
+    data = content if isinstance(content, bytes) else content.encode('utf-8')
+    file = pf.parse_config(path, path, data, dialect)
+    return pf.show_config(file, workspace, HOME_ENV, (files or {}).get,
+                          [] if notes is None else notes)
+
+
+def only(found):
+    """Give the one server that a file has."""
+    if len(found['servers']) != 1:
+        raise AssertionError(found)
+    return found['servers'][0]
+
+
+def in_table(dialect, entry, name='s', **top):
+    """Put an entry where a dialect's file has its servers."""
+    content = {name: entry}
+    for key in reversed(pf.DIALECTS[dialect].table.split('.')):
+        content = {key: content}
+    return dict(top, **content)
+
+
+def entry_of(dialect, entry, **more):
+    """Read an entry by a dialect's rules, whatever the path."""
+    return only(show('/r/file', in_table(dialect, entry), dialect, **more))
+
+
+class Test07Toml(unittest.TestCase):
+    """Our reader of TOML: what Codex takes, and nothing else."""
+
+    def read(self, text):
+        return pf.Toml(text).document()
+
+    # What both versions of the language know.
+    COMMON = (
+        ('', {}), ('# c\n\n', {}), ('a = 1', {'a': 1}),
+        ('a = 1 # c\r\nb = 2\r\n', {'a': 1, 'b': 2}),
+        ('"a b".\'c.d\' . e-1 = true', {'a b': {'c.d': {'e-1': True}}}),
+        ('1 = "x"\n"" = ""\n[t]\n"" = 1', {'1': 'x', '': '', 't': {'': 1}}),
+        ('[t]\nx = 1\n[t.u."v.w"]\ny = 2\n[ q . r ]\n', {
+            't': {'x': 1, 'u': {'v.w': {'y': 2}}}, 'q': {'r': {}}}),
+        ('[a.b]\nx = 1\n[a]\ny = 2', {'a': {'b': {'x': 1}, 'y': 2}}),
+        ('a.x = 1\n[a.b]\ny = 2', {'a': {'x': 1, 'b': {'y': 2}}}),
+        ('[[t]]\nn = 1\n[t.u]\nm = 2\n[[t.v]]\n[[t]]\nn = 3', {'t': [
+            {'n': 1, 'u': {'m': 2}, 'v': [{}]}, {'n': 3}]}),
+        ('a = [1, [2, "]"], # ]\n {b = "},"},\n]', {
+            'a': [1, [2, ']'], {'b': '},'}]}),
+        ('a = []\nb = {}\nc = {d.e = 1, f = [{}]}', {
+            'a': [], 'b': {}, 'c': {'d': {'e': 1}, 'f': [{}]}}),
+        (r'a = "\b\t\n\f\r\"\\\u00e9\U0001F600#"',
+         {'a': '\b\t\n\f\r"\\\u00e9\U0001f600#'}),
+        ("a = 'C:\\new\\\"x'", {'a': 'C:\\new\\"x'}),
+        ('a = """\n[x]\nb = 1\\\n   c""d\\""""', {'a': '[x]\nb = 1c""d"'}),
+        ('a = """x"""""\nb = """"x"""', {'a': 'x""', 'b': '"x'}),
+        ("a = '''\n\\n''x'''''", {'a': "\\n''x''"}),
+        ('a = """x\r\ny"""', {'a': 'x\ny'}),
+        ('a = [1_000, +5, -17, 0, -0, 0xDEAD_beef, 0o755, 0b10]', {
+            'a': [1000, 5, -17, 0, 0, 0xdeadbeef, 493, 2]}),
+        ('a = [6.5e-3, 1e3, 1.0, -0.5E+1_0, inf, -inf]', {
+            'a': [0.0065, 1000.0, 1.0, -0.5e10, float('inf'),
+                  float('-inf')]}))
+
+    def test_common(self):
+        for text, value in self.COMMON:
+            with self.subTest(text=text):
+                self.assertEqual(self.read(text), value)
+
+    def test_the_standard_reader_agrees(self):
+        try:
+            import tomllib
+        except ImportError:
+            self.skipTest('tomllib came with Python 3.11')
+        for text, value in self.COMMON:
+            with self.subTest(text=text):
+                self.assertEqual(tomllib.loads(text.replace('\r\n', '\n')),
+                                 value)
+
+    def test_integers_and_floats_differ(self):
+        found = self.read('a = 1\nb = 1.0\nc = 1e0')
+        self.assertEqual([type(value) for value in found.values()],
+                         [int, float, float])
+
+    def test_newer_forms(self):
+        for text, value in (
+                (r'a = "\e\x41"', {'a': '\x1bA'}),
+                ('a = {\n b = 1, # c\n c = 2,\n}', {'a': {'b': 1, 'c': 2}}),
+                ('a = 07:08', {'a': '07:08'})):
+            with self.subTest(text=text):
+                self.assertEqual(self.read(text), value)
+
+    def test_times_stay_text(self):
+        for word in ('2026-01-02', '2026-01-02T03:04:05Z', '07:08:09.5',
+                     '2026-01-02 03:04:05.5', '2026-01-02t03:04:05-07:00'):
+            with self.subTest(word=word):
+                self.assertEqual(self.read('a = %s # c' % word),
+                                 {'a': word})
+
+    # text, the line that is named, a part of the reason
+    REFUSED = (
+        ('a = 1\nb', 2, '= is expected'), ('= 1', 1, 'a key is expected'),
+        ('a = ', 1, 'a value is expected'), ('a = x', 1, 'a value is exp'),
+        ('a = 1 b = 2', 1, 'the line should end'),
+        ('a = 01', 1, 'a value is exp'), ('a = 1__0', 1, 'a value is exp'),
+        ('a = .5', 1, 'a value is exp'), ('a = True', 1, 'a value is exp'),
+        ('a = "x', 1, 'a value is exp'), ("a = '\n'", 1, 'a value is exp'),
+        ('a = "\x01"', 1, 'a value is exp'),
+        ('a = """x""""""', 1, 'the line should end'),
+        ('"""a""" = 1', 1, '= is expected'),
+        ('a = [1\nb = 2', 2, 'a comma or ] is expected'),
+        ('a = [1 2]', 1, 'a comma or ] is exp'), ('a = [,]', 1, 'a value'),
+        ('a = {b = 1', 1, 'a comma or } is exp'), ('a = {,}', 1, 'a key'),
+        ('[a', 1, '] is expected'), ('[]', 1, 'a key is exp'),
+        ('[a] b = 1', 1, 'the line should end'), ('[[a]', 1, '] is exp'),
+        ('[a . ]', 1, 'a key is exp'), ('a. = 1', 1, 'a key is exp'),
+        ('a = 1\n\n a = 2', 3, '"a" stands twice, first in line 1'),
+        ('[a]\n[b]\n[a]', 3, 'stands twice, first in line 1'),
+        ('a.b = 1\n[a]', 2, 'stands twice, first in line 1'),
+        ('[a]\nb = 1\n[a.b]', 3, 'b is a value already'),
+        ('a = {}\n[a.b]', 2, 'a is a value already'),
+        ('a = {}\na.b = 1', 2, 'a is a value already'),
+        ('a = {b = 1, b = 2}', 1, '"b" stands twice'),
+        ('a = []\n[[a]]', 2, 'a is no array of tables'),
+        ('[a]\n[[a]]', 2, 'a is no array of tables'),
+        ('[[a]]\n[a]', 2, 'a is an array already'),
+        ('[a.b]\n[a]\nb = 1', 3, 'b is a table already'),
+        ('a = """\n\\q"""', 2, 'bad escape \\q'),
+        ('\n\na = "C:\\Users"', 3, 'write a Windows path in single quotes'),
+        (r'a = "\ud800"', 1, 'bad escape'), (r'a = "\x4"', 1, 'bad escape'),
+        (r'a = "\UFFFFFFFF"', 1, 'bad escape'),
+        ('a = ' + '[' * 100, 1, 'nests deeper than 64 levels'),
+        ('a = ' + '{a = ' * 100, 1, 'nests deeper than 64 levels'),
+        ('.'.join('a' * 100) + ' = 1', 1, 'a key is expected'))
+
+    def test_refused_with_the_line(self):
+        for text, line, why in self.REFUSED:
+            with self.subTest(text=text[:40]):
+                with self.assertRaises(json.JSONDecodeError) as caught:
+                    self.read(text)
+                self.assertEqual(caught.exception.lineno, line)
+                self.assertIn(why, caught.exception.msg)
+
+    def test_the_file_and_the_place_are_named(self):
+        with self.assertRaises(pf.ConfigError) as caught:
+            show('/h/.codex/config.toml', '\ufeffa = 1\r\nb = "\\q"\r\n')
+        self.assertIn('config /h/.codex/config.toml, line 2, column 6: bad '
+                      'escape', str(caught.exception))
+
+    def test_a_text_without_end_costs_one_scan(self):
+        for text in ('a = "' + '\\"' * 200000, 'a = """' + '"x' * 200000,
+                     'a = ' + '[' * 300000, '# x\n' * 100000 + '['):
+            with self.assertRaises(json.JSONDecodeError):
+                self.read(text)
+
+
+class Test07Dialects(unittest.TestCase):
+    """Whose file it is: by flag, then by path, then by what is in it."""
+
+    def test_by_path(self):
+        for path, dialect in (
+                ('/h/Claude/claude_desktop_config.json', 'claude-desktop'),
+                ('/h/.claude.json', 'claude-code-user'),
+                ('.mcp.json', 'claude-code'), ('/r/.mcp.json', 'claude-code'),
+                ('/r/.github/mcp.json', 'claude-code'),
+                ('C:\\r\\.mcp.json', 'claude-code'),
+                ('/p/.claude-plugin/plugin.json', 'claude-plugin'),
+                ('/r/.cursor/mcp.json', 'cursor'),
+                ('C:\\r\\.cursor\\mcp.json', 'cursor'),
+                ('.vscode/mcp.json', 'vscode'),
+                ('/h/.config/Code/User/mcp.json', 'vscode'),
+                ('/h/Code - Insiders/User/profiles/p/mcp.json', 'vscode'),
+                ('/h/VSCodium/User/settings.json', 'vscode-settings'),
+                ('/r/.vscode/settings.json', 'vscode-settings'),
+                ('/h/.gemini/settings.json', 'gemini'),
+                ('/etc/gemini-cli/settings.json', 'gemini'),
+                ('/h/.config/zed/settings.json', 'zed'),
+                ('/r/.zed/settings.json', 'zed'),
+                ('/h/.codeium/windsurf/mcp_config.json', 'windsurf'),
+                ('/r/.devin/mcp_config.json', 'devin'),
+                ('/h/.config/devin/mcp_config.json', 'devin'),
+                ('/h/.mcpproxy/mcp_config.json', 'mcpproxy'),
+                ('/x/cline_mcp_settings.json', 'cline'),
+                ('/r/.roo/mcp.json', 'roo'), ('.kilocode/mcp.json', 'roo'),
+                (('/h/Code/User/globalStorage/rooveterinaryinc.roo-cline/'
+                 'settings/mcp_settings.json'), 'roo'),
+                ('/h/.codex/config.toml', 'codex'), ('any.toml', 'codex'),
+                ('/h/.copilot/mcp-config.json', 'copilot'),
+                ('/r/.kiro/settings/mcp.json', 'kiro'),
+                ('/r/.kiro/agents/x.json', 'kiro'),
+                ('/r/.amazonq/mcp.json', 'amazon-q'),
+                ('/h/.aws/amazonq/cli-agents/x.json', 'amazon-q'),
+                ('opencode.json', 'opencode-v1'),
+                ('/r/opencode.jsonc', 'opencode-v1'),
+                ('/h/.lmstudio/mcp.json', 'lmstudio'),
+                ('/r/.junie/mcp/mcp.json', 'jetbrains'),
+                ('/r/mcp.json', ''), ('/r/settings.json', ''),
+                ('/r/x.mcp.json', ''), ('/r/cursor/mcp.json', '')):
+            with self.subTest(path=path):
+                self.assertEqual(pf.dialect_of(path), dialect)
+
+    RUN = {'command': 'x'}
+    CONTENTS = (
+        ({'mcpServers': {'s': RUN}, 'max_age': '1m'}, 'preflight'),
+        ({'profiles': {}}, 'preflight'), ({}, 'generic'),
+        ({'mcpServers': {}}, 'generic'), ({'mcpServers': {'s': RUN}},
+                                          'generic'),
+        ({'context_servers': {'s': RUN}}, 'zed'),
+        ({'name': 'n', 'packages': []}, 'registry'),
+        ({'server': {'name': 'n', 'packages': []}}, 'registry'),
+        ({'mcpServers': [], 'listen': 'x'}, 'mcpproxy'),
+        ({'mcp': {'servers': {'s': RUN}}}, 'vscode-settings'),
+        ({'mcp': {'servers': {'s': {'type': 'local'}}}}, 'opencode-v2'),
+        ({'mcp': {'s': {'type': 'remote', 'url': 'u'}}}, 'opencode-v1'),
+        ({'mcp': {'s': {'command': ['x']}}}, 'opencode-v1'),
+        ({'mcp': {'servers': {'type': 'local', 'command': ['x']}}},
+         'opencode-v1'),
+        ({'mcp': {'s': {'type': 'stdio', 'command': 'x'}}}, 'generic'),
+        ({'mcpServers': {}, 'projects': {'/r': {'mcpServers': {}}}},
+         'claude-code-user'),
+        ({'mcpServers': {'s': {'httpUrl': 'u'}}}, 'gemini'),
+        ({'mcpServers': {'s': RUN}, 'mcp': {'allowed': ['s']}}, 'gemini'),
+        ({'mcpServers': {'s': RUN}, 'globalShortcut': ''}, 'claude-desktop'),
+        ({'mcpServers': {'s': {'serverUrl': 'u'}}}, 'windsurf'),
+        ({'mcpServers': {'s': {'type': 'local', 'tools': []}}}, 'copilot'),
+        ({'mcpServers': {'s': {'transport': {'type': 'sse'}}}}, 'cline'),
+        ({'mcpServers': {'s': {'type': 'streamableHttp'}}}, 'cline'),
+        ({'mcpServers': {'s': {'alwaysAllow': [], 'disabledTools': []}}},
+         'roo'),
+        ({'mcpServers': {'s': {'command': '${CLAUDE_PLUGIN_ROOT}/x'}}},
+         'claude-plugin'),
+        ({'mcpServers': {'s': RUN}, 'useLegacyMcpJson': True}, 'amazon-q'),
+        ({'mcpServers': {'s': RUN}, 'allowedTools': ['@s/t']}, 'amazon-q'),
+        ({'servers': {'s': RUN}}, 'vscode'), ({'inputs': []}, 'vscode'),
+        ({'s': RUN, 't': {'url': 'u'}}, 'generic'),
+        ({'s': {'command': '${CLAUDE_PLUGIN_ROOT}/x'}}, 'claude-plugin'),
+        ({'command': 'x'}, 'generic'), ({'zip': 1}, 'generic'))
+
+    def test_by_content(self):
+        for content, dialect in self.CONTENTS:
+            with self.subTest(content=content):
+                self.assertEqual(show('/c/x', content)['dialect'], dialect)
+
+    def test_votes_count_every_entry(self):
+        """The first entry that tells something does not decide alone."""
+        gemini, windsurf = {'httpUrl': 'u'}, {'serverUrl': 'u'}
+        for entries, dialect in (
+                ((gemini, windsurf, windsurf), 'windsurf'),
+                ((windsurf, gemini, gemini), 'gemini'),
+                ((gemini, windsurf), 'generic')):
+            with self.subTest(entries=entries):
+                self.assertEqual(show('/c/x', {'mcpServers': {
+                    str(n): entry for n, entry in enumerate(entries)}})[
+                        'dialect'], dialect)
+
+    def test_toml_without_its_name(self):
+        for text, dialect in (
+                ('# x\n[mcp_servers.s]\ncommand = "x"\n', 'codex'),
+                ('mcp_servers.s.command = "x"', 'codex'),
+                ('// x\n{"mcpServers": {}}', 'generic')):
+            self.assertEqual(show('/c/x', text)['dialect'], dialect)
+
+    def test_flag_then_path_then_content(self):
+        content = {'mcpServers': {'s': {'serverUrl': 'u'}}}
+        for path, flag, dialect in (
+                ('/r/.cursor/mcp.json', 'roo', 'roo'),
+                ('/r/.cursor/mcp.json', '', 'cursor'),
+                ('/r/x.json', '', 'windsurf')):
+            self.assertEqual(show(path, content, flag)['dialect'], dialect)
+
+    def test_what_shares_a_path(self):
+        for path, content, dialect in (
+                ('/r/.mcp.json', {'s': {'command': 'x'}}, 'claude-plugin'),
+                ('/r/.mcp.json', {'mcpServers': {}}, 'claude-code'),
+                ('/r/.mcp.json', {}, 'claude-code'),
+                ('/r/opencode.json', {'mcp': {'s': {'type': 'local'}}},
+                 'opencode-v1'),
+                ('/r/opencode.json', {'mcp': {'servers': {
+                    's': {'type': 'local'}}}}, 'opencode-v2')):
+            self.assertEqual(show(path, content)['dialect'], dialect)
+
+    def test_yaml_is_refused_by_name(self):
+        for path in ('/h/.continue/config.yaml', 'x.yml'):
+            with self.assertRaises(pf.ConfigError) as caught:
+                show(path, 'a: 1')
+            self.assertIn('YAML', str(caught.exception))
+            self.assertIn('JSON', caught.exception.hint)
+
+    def test_what_is_said_of_a_file(self):
+        table = '{"%s": {"s": {"command": "x"}}%s}'
+        for path, key, more, codes in (
+                ('/r/.mcp.json', 'mcpServers', '', []),
+                ('/r/.mcp.json', 'mcpServers', ' // c', ['lenient_syntax']),
+                ('/r/.vscode/mcp.json', 'servers', ', // c', []),
+                ('/r/.zed/settings.json', 'context_servers', ',', []),
+                ('/r/.gemini/settings.json', 'mcpServers', '/**/', []),
+                ('/r/.gemini/settings.json', 'mcpServers', ',',
+                 ['lenient_syntax']),
+                ('/c/x', 'mcpServers', ',', ['lenient_syntax']),
+                ('/c/x', 'mcpServers', ', "max_age": "1m", ', []),
+                ('/r/.mcp.json', 'mcpServers', ', "a": 1, "a": 2',
+                 ['duplicate_key'])):
+            with self.subTest(path=path, more=more):
+                text = table % (key, more.replace('// c', '// c\n'))
+                self.assertEqual(show(path, text)['file_warnings'], codes)
+        self.assertEqual(show('/r/.mcp.json', b'\xef\xbb\xbf{}')[
+            'file_warnings'], ['bom'])
+
+    def test_no_server_table(self):
+        for path, content, words in (
+                ('/r/.vscode/mcp.json', {'mcpServers': {}, 'a': 1},
+                 'looked for "servers"'),
+                ('/r/.vscode/mcp.json', {'mcpServers': {'s': {}}},
+                 'looked for "servers"; there is "mcpServers"'),
+                ('/r/.mcp.json', {'servers': {'s': {'command': 'x'}}},
+                 'looked for "mcpServers"; there is "servers"'),
+                ('/r/x.toml', '[mcp.servers.s]\ncommand = "x"',
+                 'looked for "mcp_servers"; there is "mcp"')):
+            with self.subTest(path=path, content=content):
+                notes = []
+                self.assertEqual(show(path, content, notes=notes)['servers'],
+                                 [])
+                self.assertIn(words, notes[0])
+
+    def test_where_clients_keep_their_files(self):
+        for system, env, dialect, path in (
+                ('l', {}, 'cursor', '.cursor/mcp.json'),
+                ('l', {}, 'cursor', '/h/.cursor/mcp.json'),
+                ('l', {}, 'claude-desktop',
+                 '/h/.config/Claude/claude_desktop_config.json'),
+                ('m', {}, 'claude-desktop', ('/h/Library/Application Support/'
+                 'Claude/claude_desktop_config.json')),
+                ('w', {'APPDATA': 'C:/A'}, 'claude-desktop',
+                 'C:/A/Claude/claude_desktop_config.json'),
+                ('w', {'LOCALAPPDATA': 'C:/L'}, 'claude-desktop',
+                 ('C:/L/Packages/Claude_*/LocalCache/Roaming/Claude/'
+                 'claude_desktop_config.json')),
+                ('l', {}, 'claude-code-user', '/h/.claude.json'),
+                ('l', {'CLAUDE_CONFIG_DIR': '/x'}, 'claude-code-user',
+                 '/x/.claude.json'),
+                ('l', {}, 'codex', '/h/.codex/config.toml'),
+                ('l', {'CODEX_HOME': '/x'}, 'codex', '/x/config.toml'),
+                ('m', {}, 'codex', '/etc/codex/config.toml'),
+                ('w', {}, 'vscode',
+                 '/h/AppData/Roaming/*Cod*/User/mcp.json'),
+                ('l', {'OPENCODE_CONFIG': '/x'}, 'opencode-v1', '/x')):
+            with self.subTest(system=system, path=path):
+                self.assertIn((dialect, path), list(pf.client_places(
+                    system, dict(env, HOME='/h'))))
+
+    def test_places_of_other_systems_are_left_out(self):
+        for system, word in (('l', 'Library'), ('l', 'AppData'),
+                             ('w', '/etc/'), ('m', 'C:/'), ('l', '{')):
+            with self.subTest(system=system, word=word):
+                self.assertEqual([path for _, path in pf.client_places(
+                    system, {'HOME': '/h'}) if word in path], [])
+
+    def test_each_place_tells_its_file(self):
+        for dialect, path in pf.client_places('l', {'HOME': '/h'}):
+            path = path.replace('*Cod*', 'Code').replace('*', 'x')
+            with self.subTest(path=path):
+                self.assertEqual(pf.dialect_of(path), dialect)
+
+
+class Test07Spellings(unittest.TestCase):
+    """One entry in the words of each client."""
+
+    def test_url_without_a_type(self):
+        for dialects, transport, codes in (
+                ('cline', 'sse', []),
+                ('codex copilot zed mcpproxy', 'http', []),
+                (('gemini cursor vscode windsurf devin opencode-v1 kiro '
+                 'lmstudio amazon-q generic jetbrains'), 'auto', []),
+                (('claude-code claude-code-user claude-plugin roo '
+                 'claude-desktop'), 'auto', ['client_would_reject'])):
+            for dialect in dialects.split():
+                with self.subTest(dialect=dialect):
+                    server = entry_of(dialect, {'url': 'https://u'})
+                    self.assertEqual((server['transport'], server[
+                        'warnings']), (transport, codes))
+
+    def test_words_for_the_transport(self):
+        for dialect, entry, transport, codes in (
+                ('claude-code', {'type': 'streamable-http'}, 'http', []),
+                ('claude-code', {'type': 'streamableHttp'}, 'http',
+                 ['client_would_reject']),
+                ('vscode', {'type': 'http'}, 'auto', []),
+                ('vscode', {'type': 'sse'}, 'sse', []),
+                ('vscode', {'transport': 'sse'}, 'sse', []),
+                ('cline', {'type': 'streamableHttp'}, 'http', []),
+                ('cline', {'type': 'http'}, 'http', ['client_would_reject']),
+                ('cline', {'transportType': 'http'}, 'http', []),
+                ('roo', {'type': 'streamable-http'}, 'http', []),
+                ('devin', {'transport': 'http'}, 'http', []),
+                ('opencode-v1', {'type': 'remote'}, 'auto', []),
+                ('gemini', {'type': 'sse'}, 'sse', []),
+                ('codex', {'type': 'sse'}, 'http', []),
+                ('mcpproxy', {'protocol': 'auto'}, 'http', []),
+                ('mcpproxy', {'protocol': 'sse'}, 'sse', [])):
+            with self.subTest(dialect=dialect, entry=entry):
+                server = entry_of(dialect, dict(entry, url='https://u'))
+                self.assertEqual((server['transport'], server['warnings']),
+                                 (transport, codes))
+
+    def test_local_is_a_command(self):
+        for dialect in ('copilot', 'opencode-v1'):
+            server = entry_of(dialect, {'type': 'local', 'command': 'x'})
+            self.assertEqual(server['transport'], 'stdio')
+
+    def test_keys_of_the_url(self):
+        for dialect, entry, url, codes in (
+                ('gemini', {'httpUrl': 'a', 'url': 'b'}, 'a',
+                 ['mixed_transport']),
+                ('gemini', {'httpUrl': 'a'}, 'a', []),
+                ('windsurf', {'serverUrl': 'a'}, 'a', []),
+                ('generic', {'endpoint': 'a'}, 'a', [])):
+            with self.subTest(entry=entry):
+                server = entry_of(dialect, entry)
+                self.assertEqual((server['url'], server['warnings']),
+                                 (url, codes))
+        self.assertEqual(entry_of('gemini', {'httpUrl': 'a'})['transport'],
+                         'http')
+
+    def test_command_beats_url(self):
+        both = {'command': 'x', 'url': 'u'}
+        for dialect, codes in (
+                ('generic', ['mixed_transport']),
+                ('codex', ['client_would_reject', 'mixed_transport']),
+                ('roo', ['client_would_reject', 'mixed_transport'])):
+            with self.subTest(dialect=dialect):
+                server = entry_of(dialect, both)
+                self.assertEqual((server['transport'], server['url']),
+                                 ('stdio', None))
+                self.assertEqual(sorted(server['warnings']), codes)
+
+    def test_commands(self):
+        for dialect, entry, found, codes in (
+                ('opencode-v1', {'command': ['x', 'a b'], 'args': ['c']},
+                 ('x', ['a b', 'c']), []),
+                ('generic', {'command': ['x']}, ('x', []), []),
+                ('cursor', {'command': ['x', 'y']}, ('x', ['y']),
+                 ['client_would_reject']),
+                ('cursor', {'command': 'x y'}, ('x y', []), []),
+                ('zed', {'command': {'path': 'x', 'args': ['y']}},
+                 ('x', ['y']), ['client_would_reject']),
+                ('cursor', {'command': 'x', 'args': [1, True, 'a']},
+                 ('x', ['1', 'true', 'a']), ['value_coerced'])):
+            with self.subTest(dialect=dialect, entry=entry):
+                server = entry_of(dialect, entry)
+                self.assertEqual((server['command'], server['args']), found)
+                self.assertEqual(server['warnings'], codes)
+
+    def test_a_transport_that_is_an_object(self):
+        server = entry_of('cline', {'timeout': 30, 'transport': {
+            'type': 'streamableHttp', 'url': 'u', 'headers': {'A': 'b'}}})
+        self.assertEqual((server['transport'], server['url'],
+                          server['headers'], server['request_timeout']),
+                         ('http', 'u', {'A': 'b'}, 30.0))
+
+    def test_other_keys(self):
+        for dialect, entry, key, value in (
+                ('generic', {'working_dir': 'd'}, 'cwd', 'd'),
+                ('generic', {'workingDirectory': 'd'}, 'cwd', 'd'),
+                ('codex', {'http_headers': {'A': 'b'}}, 'headers',
+                 {'A': 'b'}),
+                ('opencode-v1', {'environment': {'A': 'b'}}, 'env',
+                 {'A': 'b'}),
+                ('opencode-v1', {'env': {'A': 'b'}}, 'env', {}),
+                ('vscode', {'env': {'A': 1, 'B': None, 'C': True}}, 'env',
+                 {'A': '1', 'B': None, 'C': 'true'}),
+                ('codex', {'required': True}, 'required', True),
+                ('gemini', {'required': True}, 'required', False)):
+            with self.subTest(dialect=dialect, entry=entry):
+                server = entry_of(dialect, dict(entry, command='x'))
+                self.assertEqual(server[key], value)
+        self.assertEqual(entry_of('opencode-v1', {
+            'command': ['x'], 'env': {}})['warnings'], ['env_key_ignored'])
+
+    # dialect, keys, start, request, codes
+    WAITS = (
+        ('claude-code', {'timeout': 45000}, None, 45.0, []),
+        ('claude-code', {'timeout': 30000}, None, 30.0, []),
+        ('claude-code', {'timeout': 999}, None, None, ['timeout_ignored']),
+        ('claude-code', {'request_timeout_ms': 2000, 'timeout': 5000}, None,
+         2.0, []),
+        ('cline', {'timeout': 15}, 15.0, 15.0, []),
+        ('cline', {'timeout': 60000}, 3600.0, 3600.0, ['timeout_clamped']),
+        ('cline', {'timeout': '15'}, None, None, ['timeout_ignored']),
+        ('roo', {'timeout': 15}, None, 15.0, []),
+        ('roo', {'timeout': 3601}, None, None, ['timeout_ignored']),
+        ('codex', {'startup_timeout_sec': 20, 'startup_timeout_ms': 5000,
+                   'tool_timeout_sec': 1.5}, 20.0, 1.5, []),
+        ('codex', {'startup_timeout_ms': 5000}, 5.0, None, []),
+        ('gemini', {'timeout': 30000}, 30.0, 30.0, []),
+        ('copilot', {'timeout': 20000}, None, 20.0, []),
+        ('kiro', {'timeout': 60000}, None, 60.0, []),
+        ('zed', {'timeout': 90}, None, 90.0, []),
+        ('opencode-v1', {'timeout': 8000}, 8.0, None, []),
+        ('opencode-v2', {'timeout': 8000}, 8.0, 8.0, []),
+        ('opencode-v2', {'timeout': {'startup': 1000}}, 1.0, None, []),
+        ('opencode-v2', {'timeout': {'startup': 1000, 'request': 2000}},
+         1.0, 2.0, []),
+        ('mcpproxy', {'init_timeout': '1m30s'}, 90.0, None, []),
+        ('mcpproxy', {'init_timeout': 90}, None, None, ['timeout_ignored']),
+        ('generic', {'timeout': 30}, None, 30.0, ['timeout_guessed']),
+        ('generic', {'timeout': 1000}, None, 1.0, ['timeout_guessed']),
+        ('generic', {'timeout': True}, None, None, ['timeout_ignored']),
+        ('generic', {'timeout': -1}, None, None, ['timeout_ignored']),
+        ('cursor', {'timeout': 30}, None, None, []))
+
+    def test_timeouts(self):
+        for dialect, keys, start, request, codes in self.WAITS:
+            with self.subTest(dialect=dialect, keys=keys):
+                server = entry_of(dialect, dict(keys, command='x'))
+                self.assertEqual(
+                    (server['start_timeout'], server['request_timeout'],
+                     server['warnings']), (start, request, codes))
+
+    def test_timeouts_of_the_whole_file(self):
+        for dialect, content, found in (
+                ('opencode-v2', {'mcp': {'timeout': 7000, 'servers': {
+                    's': {'type': 'local', 'command': ['x']}}}}, (7.0, 7.0)),
+                ('mcpproxy', {'init_timeout': '5s', 'call_tool_timeout': '2m',
+                              'mcpServers': [{'name': 's', 'command': 'x'}]},
+                 (5.0, 120.0))):
+            with self.subTest(dialect=dialect):
+                server = only(show('/c/x', content))
+                self.assertEqual((server['start_timeout'],
+                                  server['request_timeout']), found)
+
+    # dialect, keys, allow, deny
+    LISTS = (
+        ('codex', {'enabled_tools': ['a', 'b'], 'disabled_tools': ['b']},
+         ['a', 'b'], ['b']),
+        ('gemini', {'includeTools': ['a', 'b(x)'], 'excludeTools': ['b']},
+         ['a', 'b'], ['b']),
+        ('gemini', {'trust': True}, None, []),
+        ('copilot', {'tools': ['*']}, None, []),
+        ('copilot', {'tools': []}, [], []),
+        ('copilot', {'tools': ['a']}, ['a'], []),
+        ('roo', {'disabledTools': ['a'], 'alwaysAllow': ['b']}, None, ['a']),
+        ('kiro', {'disabledTools': ['a'], 'autoApprove': ['*']}, None,
+         ['a']),
+        ('windsurf', {'disabledTools': ['a']}, None, ['a']),
+        ('cline', {'autoApprove': ['a']}, None, []),
+        ('amazon-q', {'allowedTools': ['a']}, None, []),
+        ('generic', {'alwaysAllow': ['a'], 'autoApprove': ['a']}, None, []),
+        ('generic', {'disabledTools': ['a']}, None, ['a']),
+        ('claude-code', {'enabled_tools': ['a']}, None, []))
+
+    def test_tool_lists_and_lists_of_approvals(self):
+        for dialect, keys, allow, deny in self.LISTS:
+            with self.subTest(dialect=dialect, keys=keys):
+                server = entry_of(dialect, dict(keys, command='x'))
+                self.assertEqual((server['allow'], server['deny']),
+                                 (allow, deny))
+
+    def test_a_list_that_cannot_be_read_makes_a_bad_entry(self):
+        for dialect, key in (('gemini', 'includeTools'), ('copilot',
+                                                          'tools')):
+            found = show('/r/x', in_table(dialect, {
+                'command': 'x', key: 'a'}), dialect)
+            self.assertEqual(found['skipped'],
+                             [{'name': 's', 'reason': 'bad_value'}])
+
+    def test_on_and_off(self):
+        for dialect, keys, is_on in (
+                ('zed', {'enabled': False}, False), ('zed', {}, True),
+                ('roo', {'disabled': True}, False),
+                ('opencode-v2', {'disabled': True}, False),
+                ('cursor', {'disabled': True, 'enabled': True}, False),
+                ('mcpproxy', {}, False), ('mcpproxy', {'enabled': True},
+                                          True)):
+            with self.subTest(dialect=dialect, keys=keys):
+                server = entry_of(dialect, dict(keys, command='x'))
+                self.assertIs(server['enabled'], is_on)
+
+    def test_lists_of_servers(self):
+        for lists, on in (
+                ({}, 'abc'), ({'allowed': ['a', 'b']}, 'ab'),
+                ({'excluded': ['a']}, 'bc'), ({'allowed': []}, ''),
+                ({'allowed': ['a', 'b'], 'excluded': ['a']}, 'b')):
+            with self.subTest(lists=lists):
+                found = show('/r/.gemini/settings.json', {
+                    'mcp': lists, 'mcpServers': {
+                        name: {'command': 'x'} for name in 'abc'}})
+                self.assertEqual(''.join(
+                    server['name'] for server in found['servers']
+                    if server['enabled']), on)
+
+    SKIPPED = (
+        ('codex', {'startup_timeout_sec': 1}, 'no_transport'),
+        ('cursor', {}, 'no_transport'), ('cursor', 5, 'not_an_object'),
+        ('cursor', {'type': 'ws', 'url': 'u'}, 'unsupported_transport'),
+        ('cursor', {'url': 'wss://h'}, 'unsupported_transport'),
+        ('vscode', {'type': 'http', 'url': 'unix:///s'},
+         'unsupported_transport'),
+        ('claude-code', {'type': 'sdk'}, 'client_internal'),
+        ('zed', {'source': 'extension', 'settings': {}},
+         'extension_managed'),
+        ('zed', {'settings': {}}, 'extension_managed'),
+        ('opencode-v1', {'enabled': False}, 'override_only'),
+        ('gemini', {'tcp': 'h:1'}, 'no_transport'),
+        ('roo', {'type': 'stdio', 'url': 'u'}, 'no_transport'))
+
+    def test_skipped(self):
+        for dialect, entry, reason in self.SKIPPED:
+            with self.subTest(dialect=dialect, entry=entry):
+                content = in_table(dialect, entry)
+                found = show('/r/x', content, dialect)
+                self.assertEqual((found['servers'], found['skipped']), (
+                    [], [{'name': 's', 'reason': reason}]))
+
+    def test_our_keys_count_only_in_our_files(self):
+        ours = {'trust_mode': 'auto', 'quarantined': True, 'max_age': '0',
+                'health': {}}
+        for dialect in sorted(set(pf.DIALECTS) - {
+                'preflight', 'generic', 'mcpproxy', 'registry', 'codex'}):
+            with self.subTest(dialect=dialect):
+                config = read_files(
+                    ('/r/x', in_table(dialect, dict(ours, command='x'))),
+                    dialect=dialect)
+                server, why = pf.look_up(config, 's')
+                self.assertEqual((server.trust_mode, server.quarantined,
+                                  server.max_age), ('manual', False, None))
+                self.assertIn('health, max_age, quarantined, trust_mode '
+                              'ignored', ' '.join(server.warnings))
+
+    def test_a_list_of_servers_is_mcpproxys(self):
+        found = show('/c/x', {'mcpServers': [
+            {'name': 'a', 'command': 'x', 'enabled': True}, {'url': 'u'}, 5,
+            {'name': 'b', 'command': 'y', 'quarantined': True,
+             'trust_mode': 'scan', 'enabled_tools': [],
+             'disabled_tools': ['t']},
+            {'name': 'a', 'command': 'z', 'enabled': True},
+            {'name': 'c', 'command': 'x', 'enabled_tools': ['t'],
+             'disabled_tools': ['u']}]})
+        self.assertEqual(
+            [(server['name'], server['command'], server['enabled'],
+              server['allow'], server['deny'], server['warnings'])
+             for server in found['servers']], [
+                 ('a', 'z', True, None, [], ['duplicate_name']),
+                 ('b', 'y', False, None, ['t'], ['quarantined'])])
+        self.assertEqual([row['reason'] for row in found['skipped']],
+                         ['no_name', 'not_an_object', 'bad_value'])
+
+    def test_mcpproxys_missing_enabled_is_told(self):
+        config = read_files(('/c/x', {'mcpServers': [
+            {'name': 's', 'command': 'x'}]}))
+        self.assertIn('lacks "enabled", and so is off',
+                      pf.look_up(config, 's')[0].warnings[0])
+
+    def test_an_entry_without_a_name_is_told(self):
+        config = read_files(('/c/x', {'mcpServers': [{'command': 'x'}]}))
+        self.assertEqual((config.entries, config.warnings), (
+            {}, ['/c/x: an entry without a name was skipped']))
+
+    def test_one_naked_entry(self):
+        for entry in ({'url': 'u'}, {'command': 'x', 'env': {'url': 'u'}}):
+            self.assertEqual(only(show('/c/web.json', entry))['name'], 'web')
+
+    def test_maps_within_a_plugins_list(self):
+        found = show('/p/.claude-plugin/plugin.json', {'mcpServers': [
+            './other.json', {'a': {'command': 'x'}},
+            {'mcpServers': {'b': {'command': 'y'}}}]})
+        self.assertEqual([server['name'] for server in found['servers']],
+                         ['a', 'b'])
+
+
+class Test07References(unittest.TestCase):
+    """What a text becomes, by the dialect that owns it."""
+
+    # dialect, text, expanded, missing; '' in missing: something stays text
+    TEXTS = (
+        ('claude-code', '${T} ${NO:-d} ${E:-d} $T', 'tok-1 d d $T', ['']),
+        ('claude-code', '${NO}', '${NO}', ['NO']),
+        ('claude-code', '${env:T}', '${env:T}', ['']),
+        ('claude-plugin', '${CLAUDE_PLUGIN_ROOT}/x', '/r/x', []),
+        ('claude-plugin', '${user_config.key}', '${user_config.key}',
+         ['user_config.key']),
+        ('claude-desktop', '${T}', '${T}', ['']),
+        ('claude-desktop', '$NO {T} $', '$NO {T} $', []),
+        ('cursor', '${env:T} ${env:E}|', 'tok-1 |', []),
+        ('cursor', '${env:NO}', '${env:NO}', ['NO']),
+        ('cursor', '${T}', '${T}', ['']),
+        ('cursor', ('${userHome} ${workspaceFolder} '
+         '${workspaceFolderBasename}${/}'), '/h /w/app app/', []),
+        ('cursor', '${cwd}', '${cwd}', ['']),
+        ('vscode', '${env:T}${env:NO}.', 'tok-1.', ['NO']),
+        ('vscode', '${input:a}', '${input:a}', ['input:a']),
+        ('vscode', '${command:a}', '${command:a}', ['command:a']),
+        ('vscode', '${cwd} ${workspaceFolder:app}', '/w/app /w/app', []),
+        ('vscode', '${T}', '${T}', ['']),
+        ('windsurf', '${env:T} ${file:/k}', 'tok-1 secret', []),
+        ('windsurf', '${file:/no}', '${file:/no}', ['file:/no']),
+        ('cline', '${env: T }${env:E}', 'tok-1', []),
+        ('roo', '${env:T} ${workspaceFolder}', 'tok-1 /w/app', []),
+        ('codex', '${T}', '${T}', ['']),
+        ('gemini', '$T ${T} ${NO:-d} [${E:-d}]', 'tok-1 tok-1 d []', []),
+        ('gemini', '$NO', '$NO', ['NO']),
+        ('gemini', '${env:T}', '${env:T}', ['']),
+        ('copilot', '$T ${T} ${NO:-d}${E:-d}', 'tok-1 tok-1 dd', []),
+        ('copilot', '${NO}', '${NO}', ['NO']),
+        ('zed', '${T}', '${T}', ['']),
+        ('opencode-v1', '{env:T} {env:NO}.', 'tok-1 .', ['NO']),
+        ('opencode-v1', '{file:k} {file:~/k}', 'near far', []),
+        ('opencode-v1', '{file:no}', '{file:no}', ['file:no']),
+        ('opencode-v1', '${T}', '${T}', ['']),
+        ('kiro', '${T}', 'tok-1', []), ('kiro', '${NO}', '${NO}', ['NO']),
+        ('kiro', '${T:-d}', '${T:-d}', ['']),
+        ('amazon-q', '${env:T}', 'tok-1', []),
+        ('lmstudio', '${T}', '${T}', ['']),
+        ('mcpproxy', '${env:T}', 'tok-1', []),
+        ('mcpproxy', '${keyring:k}', '${keyring:k}', ['keyring:k']),
+        ('mcpproxy', '${T}', '${T}', ['']),
+        ('generic', '${T} ${env:T} ${env:NO:-d} ${E:-d}', 'tok-1 tok-1 d d',
+         []),
+        ('generic', '${NO}', '${NO}', ['NO']),
+        ('generic', '{env:T}', '{env:T}', ['']))
+    FILES = {'/k': 'secret\n', '/r/k': ' near ', '/h/k': 'far'}
+
+    def test_texts(self):
+        for dialect, text, value, missing in self.TEXTS:
+            with self.subTest(dialect=dialect, text=text):
+                server = entry_of(dialect, {'command': 'x', 'args': [text]},
+                                  workspace='/w/app', files=self.FILES)
+                self.assertEqual(server['args'], [value])
+                found = server['unresolved'] + [''] * (
+                    'variable_not_expanded' in server['warnings'])
+                self.assertEqual(found, missing)
+
+    # dialect, entry, what stops the server
+    STOPS = (
+        ('claude-code', {'args': ['${NO}']}, ['NO (args[0])']),
+        ('cursor', {'env': {'A': '${env:NO}'}}, ['NO (env.A)']),
+        ('cursor', {'env': {'A': '${NO}'}}, []),
+        ('vscode', {'env': {'A': '${env:NO}'}}, []),
+        ('vscode', {'env': {'A': '${input:k}'}}, ['input:k (env.A)']),
+        ('gemini', {'args': ['$NO'], 'env': {'A': '$NO'}},
+         ['NO (args[0])']),
+        ('gemini', {'env': {'A': '$NO'}}, []),
+        ('opencode-v1', {'environment': {'A': '{env:NO}'}}, []),
+        ('opencode-v1', {'environment': {'A': '{file:no}'}},
+         ['file:no (env.A)']),
+        ('zed', {'env': {'A': '${NO}'}}, []),
+        ('codex', {'env_vars': ['NO'], 'env': {'A': '${NO}'}}, []))
+
+    def test_what_stops_a_server(self):
+        """Only what would be sent as text by a client that expands, and a
+        file, bearer or input that has no value."""
+        for dialect, entry, missing in self.STOPS:
+            with self.subTest(dialect=dialect, entry=entry):
+                config = read_files(('/r/x', text_of(in_table(
+                    dialect, dict(entry, command='x')), dialect)),
+                    dialect=dialect)
+                server = pf.look_up(config, 's')[0]
+                self.assertEqual(pf.expand_server(server, HOME_ENV)[1],
+                                 missing)
+
+    def test_what_is_left_out_is_told(self):
+        for dialect, entry, note in (
+                ('vscode', {'env': {'A': '${env:NO}'}}, ('NO is not set; its '
+                 'client leaves it out (env.A)')),
+                ('codex', {'env_vars': ['NO']}, ('NO is not set; its client '
+                 'leaves it out (env_vars)'))):
+            config = read_files(('/r/x', text_of(in_table(
+                dialect, dict(entry, command='x')), dialect)),
+                dialect=dialect)
+            server = pf.look_up(config, 's')[0]
+            self.assertIn(note, pf.expand_server(server, {})[0].warnings)
+
+    def test_order_and_no_repeats(self):
+        server = entry_of('cursor', {
+            'command': '${env:C}', 'args': ['${env:A}', '${env:C}'],
+            'env': {'X': '${env:B}'}, 'cwd': '${env:D}'})
+        self.assertEqual(server['unresolved'], ['C', 'A', 'B', 'D'])
+
+    def test_inputs_with_a_default(self):
+        for path, wrap in (
+                ('/r/.vscode/mcp.json', lambda top: top),
+                ('/r/.vscode/settings.json', lambda top: {'mcp': top})):
+            with self.subTest(path=path):
+                server = only(show(path, wrap({
+                    'inputs': [{'id': 'a', 'default': 'd'}, {'id': 'b'}, 5],
+                    'servers': {'s': {'command': 'x', 'args': [
+                        '${input:a}', '${input:b}']}}})))
+                self.assertEqual(server['args'], ['d', '${input:b}'])
+                self.assertEqual(server['unresolved'], ['input:b'])
+
+    def test_env_file(self):
+        text = ('# c\nA=1\nexport B = "x y" # c\nC=\'q\'\n\nD=a=b # c\r\n'
+                'E=\nbad line\nF=over\n')
+        for dialect in ('vscode', 'cursor'):
+            server = entry_of(
+                dialect, {'command': 'x', 'envFile': '${workspaceFolder}/e',
+                          'env': {'F': 'own'}},
+                workspace='/w', files={'/w/e': text})
+            self.assertEqual(server['env'], {
+                'A': '1', 'B': 'x y', 'C': 'q', 'D': 'a=b', 'E': '',
+                'F': 'own'})
+        server = entry_of('vscode', {'command': 'x', 'envFile': 'no'})
+        self.assertEqual(server['unresolved'], ['file:no'])
+
+    def test_codex_names_variables(self):
+        server = entry_of('codex', {
+            'command': 'x', 'env': {'R': 'us'},
+            'env_vars': ['T', 'NO', {'name': 'R', 'source': 'local'}]})
+        self.assertEqual(server['env'], {'T': 'tok-1', 'R': 'us'})
+        self.assertEqual(server['unresolved'], ['NO'])
+
+    def test_codex_headers(self):
+        server = entry_of('codex', {
+            'url': 'u', 'bearer_token_env_var': 'T', 'http_headers': {
+                'authorization': 'x', 'A': 'a', 'B': 'b'},
+            'env_http_headers': {'a': 'R', 'B': 'NO', 'C': 'E'}})
+        self.assertEqual(server['headers'], {
+            'a': 'eu', 'B': 'b', 'Authorization': 'Bearer tok-1'})
+        self.assertEqual(server['unresolved'], ['NO', 'E'])
+
+    def test_a_bearer_without_a_value_stops_the_server(self):
+        for overlay, missing in (
+                ({}, ['NO (headers.Authorization)']),
+                ({'headers': {'authorization': 'x'}}, [])):
+            with self.subTest(overlay=overlay):
+                sources = [('/r/x.toml', '/r/x.toml', (b'[mcp_servers.s]\n'
+                            b'url = "u"\nbearer_token_env_var = "NO"')),
+                           ('/c/o', '/c/o', json.dumps({'mcpServers': {
+                               's': overlay}}).encode())]
+                server = pf.look_up(pf.read_config(sources), 's')[0]
+                self.assertEqual(pf.expand_server(server, {})[1], missing)
+
+    def test_a_token_in_codex_own_key_is_refused_there(self):
+        server = entry_of('codex', {'url': 'u', 'bearer_token': 'x'})
+        self.assertEqual((server['headers'], server['warnings']),
+                         ({}, ['client_would_reject']))
+
+    def test_the_plugin_is_above_its_manifests_folder(self):
+        for path, root in (('/p/.claude-plugin/plugin.json', '/p'),
+                           ('/p/.mcp.json', '/p')):
+            server = only(show(path, {'mcpServers': {'s': {
+                'command': '${CLAUDE_PLUGIN_ROOT}/x'}}}, 'claude-plugin'))
+            self.assertEqual(server['command'], root + '/x')
+
+    def test_home_in_cwd_only(self):
+        server = entry_of('generic', {'command': '~/x', 'cwd': '~/y'})
+        self.assertEqual((server['command'], server['cwd']), ('~/x', '/h/y'))
+        self.assertEqual(entry_of('cursor', {'command': 'x', 'cwd': '~/y'})[
+            'cwd'], '~/y')
+
+    def test_launch_is_the_text_as_written(self):
+        config = read_files(('/r/.cursor/mcp.json', in_table('cursor', {
+            'command': '${env:T}', 'args': ['${workspaceFolder}']})))
+        server = pf.look_up(config, 's')[0]
+        self.assertEqual((server.command, server.args),
+                         ('${env:T}', ('${workspaceFolder}',)))
+
+    def test_secrets_are_masked(self):
+        form = pf.masked_form(entry_of('generic', {
+            'command': 'x', 'args': ['--token', 'abc', 'see', 'tok-1'],
+            'env': {'A': 'abc', 'E': '', 'N': None},
+            'headers': {'H': 'abc'}}), ['tok-1'])
+        self.assertEqual(form['args'], ['--token', '***', 'see', '***'])
+        self.assertEqual(form['env'], {'A': '***', 'E': '', 'N': None})
+        self.assertEqual(form['headers'], {'H': '***'})
+        form = pf.masked_form(entry_of('generic', {
+            'url': 'https://u:p@h/m?k=v'}), [])
+        self.assertEqual(form['url'], 'https://***@h/m?***')
+
+    def test_codex_hands_down_a_short_list(self):
+        environ = {'PATH': '/b', 'HOME': '/h', 'AWS_SECRET': 'x', 'TZ': 'Z'}
+        env = pf.child_environment(a_server(dialect='codex', env={
+            'A': '1'}), environ)
+        self.assertEqual({name: env.get(name) for name in (
+            'PATH', 'HOME', 'TZ', 'A', 'AWS_SECRET', 'BROWSER')}, {
+                'PATH': '/b', 'HOME': '/h', 'TZ': 'Z', 'A': '1',
+                'AWS_SECRET': None, 'BROWSER': 'true'})
+
+
+class Test07Precedence(unittest.TestCase):
+    """Several files: one client's merge, others' collide."""
+
+    def config(self, *files, **more):
+        """Read files: path -> entries, each the command of s or an entry."""
+        return read_files(*[
+            (path, entry if isinstance(entry, (str, dict)) and (
+                'mcp' in str(entry)) else in_table(
+                    pf.dialect_of(path) or 'generic',
+                    {'command': entry} if isinstance(entry, str) else entry))
+            for path, entry in files], home='/h', **more)
+
+    # files in the order given, the command that wins
+    WINNERS = (
+        ((('/h/.cursor/mcp.json', 'user'), ('/r/.cursor/mcp.json', 'project')
+          ), 'project'),
+        ((('/r/.cursor/mcp.json', 'project'), ('/h/.cursor/mcp.json', 'user')
+          ), 'project'),
+        ((('/r/.mcp.json', 'outer'), ('/r/a/.mcp.json', 'inner')), 'inner'),
+        ((('/h/.claude.json', 'user'), ('/r/.mcp.json', 'project')),
+         'project'),
+        ((('/r/.claude-plugin/plugin.json', 'plugin'),
+          ('/h/.claude.json', 'user')), 'user'),
+        ((('/etc/gemini-cli/settings.json', 'system'),
+          ('/r/.gemini/settings.json', 'project')), 'system'),
+        ((('/etc/gemini-cli/system-defaults.json', 'low'),
+          ('/h/.gemini/settings.json', 'user')), 'user'),
+        ((('/h/.config/Code/User/mcp.json', 'user'),
+          ('/r/.vscode/mcp.json', 'project')), 'project'),
+        ((('/r/.kiro/agents/a.json', 'agent'),
+          ('/r/.kiro/settings/mcp.json', 'project')), 'agent'),
+        ((('/r/opencode.jsonc', 'c'), ('/r/opencode.json', 'plain')), 'c'))
+
+    def test_winners(self):
+        for files, command in self.WINNERS:
+            with self.subTest(files=files):
+                server, why = pf.look_up(self.config(*files), 's')
+                self.assertEqual(why, '')
+                self.assertEqual(server.command, command)
+
+    def test_the_loser_is_told(self):
+        config = self.config(('/h/.cursor/mcp.json', 'x'),
+                             ('/r/.cursor/mcp.json', 'y'))
+        self.assertEqual(pf.look_up(config, 's')[0].warnings,
+                         ['hides the definition in /h/.cursor/mcp.json'])
+
+    def test_a_workspace_changes_no_precedence(self):
+        config = self.config(('/r/.cursor/mcp.json', 'y'),
+                             ('/h/.cursor/mcp.json', 'x'), workspace='/w')
+        self.assertEqual(pf.look_up(config, 's')[0].command, 'y')
+
+    def test_two_definitions(self):
+        for first, second in (
+                ('/r/.cursor/mcp.json', '/r/.mcp.json'),
+                ('/a/.mcp.json', '/b/.mcp.json'),
+                ('/r/.vscode/mcp.json', '/r/.vscode/settings.json'),
+                ('/c/x.json', '/r/.cursor/mcp.json')):
+            with self.subTest(first=first), \
+                    self.assertRaises(pf.ConfigError) as caught:
+                self.config((first, 'x'), (second, 'y'))
+            self.assertIn('in %s and in %s' % (first, second),
+                          str(caught.exception))
+
+    def test_codex_merges_key_by_key(self):
+        config = self.config(
+            ('/h/.codex/config.toml', ('[mcp_servers.s]\ncommand = "x"\n'
+             '[mcp_servers.s.env]\nA = "1"\nB = "2"')),
+            ('/r/.codex/config.toml', ('[mcp_servers.s]\nenabled = false\n'
+             'env = {B = "3"}')))
+        server = pf.look_up(config, 's')[0]
+        self.assertEqual(
+            (server.command, server.enabled, server.env, server.file),
+            ('x', False, {'A': '1', 'B': '3'}, '/h/.codex/config.toml'))
+
+    def test_opencode_switches_what_another_file_defines(self):
+        config = self.config(
+            ('/h/.config/opencode/opencode.json', {'mcp': {'s': {
+                'type': 'local', 'command': ['x']}}}),
+            ('/r/opencode.json', {'mcp': {'s': {'enabled': False}}}))
+        server = pf.look_up(config, 's')[0]
+        self.assertEqual((server.command, server.enabled), ('x', False))
+
+    CLAUDE_USER = {
+        'mcpServers': {'a': {'command': 'user'}, 'b': {'command': 'b'}},
+        'projects': {
+            '/r': {'mcpServers': {'a': {'command': 'local'},
+                                  'c': {'command': 'c'}},
+                   'disabledMcpServers': ['b'],
+                   'disabledMcpjsonServers': ['p']},
+            '/q': {'mcpServers': {'d': {'command': 'd'}}}}}
+
+    def test_claudes_user_file(self):
+        found = show('/h/.claude.json', self.CLAUDE_USER, workspace='/r')
+        self.assertEqual(
+            [(server['name'], server['command'], server['enabled'])
+             for server in found['servers']],
+            [('a', 'local', True), ('b', 'b', False), ('c', 'c', True)])
+        found = show('/h/.claude.json', self.CLAUDE_USER)
+        self.assertEqual([server['command'] for server in found['servers']],
+                         ['user', 'b'])
+
+    def test_claudes_user_file_without_servers_of_its_own(self):
+        notes = []
+        found = show('/h/.claude.json', {'projects': {'/r': {'mcpServers': {
+            's': {'command': 'x'}}}}}, workspace='/r', notes=notes)
+        self.assertEqual((only(found)['name'], notes), ('s', []))
+
+    def test_claudes_user_file_switches_the_projects(self):
+        project = {'mcpServers': {'p': {'command': 'p'},
+                                  'q': {'command': 'q'}}}
+        config = read_files(('/r/.mcp.json', project),
+                            ('/h/.claude.json', self.CLAUDE_USER), home='/h')
+        self.assertFalse(pf.look_up(config, 'p')[0].enabled)
+        self.assertTrue(pf.look_up(config, 'q')[0].enabled)
+
+    def test_an_overlay_lies_on_any_client(self):
+        config = self.config(
+            ('/r/.codex/config.toml', ('[mcp_servers.s]\ncommand = "x"\n'
+             'enabled_tools = ["a", "b"]\ndisabled_tools = ["b"]')),
+            ('/c/x.json', {'trust_mode': 'auto', 'env': {'A': '${T}'}}))
+        server = pf.look_up(config, 's')[0]
+        self.assertEqual((server.trust_mode, server.allow, server.deny),
+                         ('auto', ['a', 'b'], ['b']))
+        self.assertEqual(pf.expand_server(server, HOME_ENV)[0].env,
+                         {'A': 'tok-1'})
+
+    def test_base(self):
+        for path, base in (
+                ('/r/.mcp.json', '/r'), ('/r/.cursor/mcp.json', '/r'),
+                ('/r/.github/mcp.json', '/r'), ('/r/opencode.json', '/r'),
+                ('/h/.claude.json', '/h'), ('/h/.cursor/mcp.json', '/h'),
+                ('/h/.codeium/windsurf/mcp_config.json', '/h'),
+                ('/h/.config/zed/settings.json', '/h'),
+                ('/h/.trees/r/.mcp.json', '/h/.trees/r'),
+                ('/etc/codex/config.toml', '/h'),
+                (('/h/Library/Application Support/Claude/'
+                 'claude_desktop_config.json'), '/h'),
+                ('/r/.kiro/settings/mcp.json', '/r')):
+            entry = ('[mcp_servers.s]\ncommand = "x"'
+                     if path.endswith('.toml') else 'x')
+            for workspace in ('', '/w'):
+                with self.subTest(path=path, workspace=workspace):
+                    config = self.config((path, entry), workspace=workspace)
+                    self.assertEqual(pf.look_up(config, 's')[0].base,
+                                     workspace or base)
+
+    def test_a_bad_entry_costs_only_itself(self):
+        config = read_files(('/r/.codex/config.toml', (
+            '[mcp_servers.a]\nstartup_timeout_sec = 1\n'
+            '[mcp_servers.b]\ncommand = "x"\n[mcp_servers."n:x"]\n'
+            'command = "x"')))
+        self.assertEqual([server.name for server
+                          in pf.all_servers(config)[0]], ['b'])
+        self.assertIn('its name holds a ":"', pf.look_up(config, 'n:x')[1])
+
+    def test_file_warnings_are_sentences_too(self):
+        config = read_files(('/r/.mcp.json', '{"mcpServers": {}, }'))
+        self.assertEqual(config.warnings, [
+            ('/r/.mcp.json: its client does not read comments or trailing '
+            'commas')])
+
+
+class Test07Registry(unittest.TestCase):
+    """A registry's recipe: candidates, and only when that is meant."""
+
+    RECIPE = {
+        'name': 'io.x/w', 'version': '2',
+        'packages': [
+            {'registryType': 'pypi', 'identifier': 'w', 'version': '1',
+             'transport': {'type': 'stdio'}, 'packageArguments': [
+                 {'type': 'positional', 'value': 'go'},
+                 {'type': 'named', 'name': '--n', 'default': 3},
+                 {'type': 'named', 'name': '--o'},
+                 {'type': 'positional', 'valueHint': 'city',
+                  'isRequired': True}],
+             'environmentVariables': [
+                 {'name': 'T', 'isRequired': True},
+                 {'name': 'NO', 'isRequired': True},
+                 {'name': 'LOG', 'default': 'info'}, {'name': 'OPT'}]},
+            {'registry_type': 'npm', 'identifier': '@a/b',
+             'runtime_arguments': [{'type': 'positional', 'value': '-q'}]},
+            {'registryType': 'npm', 'identifier': 'c', 'transport': {
+                'type': 'streamable-http', 'url': 'u'}},
+            {'registryType': 'oci', 'identifier': 'img', 'version': '3',
+             'environmentVariables': [{'name': 'A', 'value': 'b'}]},
+            {'registryType': 'mcpb', 'identifier': 'd'}],
+        'remotes': [
+            {'type': 'sse', 'url': 'https://{t}.h/{v}', 'variables': {
+                'v': {'default': 'x'}}, 'headers': [
+                    {'name': 'K', 'isRequired': True},
+                    {'name': 'L', 'value': 'l'}]}]}
+
+    def test_candidates(self):
+        found = show('/r/server.json', self.RECIPE)
+        self.assertEqual(found['dialect'], 'registry')
+        self.assertEqual(
+            [(server['name'], server['command'], server['args'],
+              server['env'], server['unresolved'])
+             for server in found['servers'][:3]], [
+                ('io.x/w#pypi0', 'uvx', ['w==1', 'go', '--n', '3'],
+                 {'T': 'tok-1', 'LOG': 'info'}, ['arg:city', 'NO']),
+                ('io.x/w#npm0', 'npx', ['-q', '@a/b@2'], {}, []),
+                ('io.x/w#oci0', 'docker', ['run', '-i', '--rm', '-e', 'A',
+                                           'img:3'], {'A': 'b'}, [])])
+        self.assertEqual(
+            [(server['transport'], server['url'], server['headers'],
+              server['unresolved']) for server in found['servers'][3:]],
+            [('sse', 'https://{t}.h/x', {'L': 'l'}, ['url:t', 'header:K'])])
+        self.assertEqual([row['name'] for row in found['skipped']],
+                         ['io.x/w#npm1', 'io.x/w#mcpb0'])
+
+    def test_an_answer_of_the_registry_is_unwrapped(self):
+        found = show('/r/x.json', {'server': self.RECIPE, '_meta': {}})
+        self.assertEqual(len(found['servers']), 4)
+
+    def test_only_on_request(self):
+        with self.assertRaises(pf.ConfigError) as caught:
+            read_files(('/r/server.json', self.RECIPE))
+        self.assertIn('--dialect registry', caught.exception.hint)
+        config = read_files(('/r/server.json', self.RECIPE),
+                            dialect='registry')
+        server = pf.look_up(config, 'io.x/w#pypi0')[0]
+        self.assertEqual(pf.expand_server(server, {})[1], [
+            'arg:city (the recipe)', 'T (env_vars)', 'NO (env_vars)'])
+
+    def test_nonsense_is_refused(self):
+        for recipe in ({'packages': [5]}, {'packages': [{}]}, {
+                'name': 'n', 'packages': [], 'remotes': [{'url': 5}]}):
+            with self.subTest(recipe=recipe), \
+                    self.assertRaises(pf.ConfigError):
+                show('/r/server.json', recipe, 'registry')
+
+
+SAMPLES = os.path.join(HERE, '..', 'shared', 'dialects')
+
+
+@unittest.skipUnless(os.path.isdir(SAMPLES), 'no samples are here')
+class Test07Samples(unittest.TestCase):
+    """Every sample comes out as it expects."""
+
+    maxDiff = None
+
+    def samples(self):
+        """Give (name, what is expected, bytes) of each sample."""
+        for name in sorted(os.listdir(SAMPLES)):
+            if not name.endswith('.expected.json'):
+                continue
+            stem = name[:-len('.expected.json')]
+            with open(os.path.join(SAMPLES, name), encoding='utf-8') as file:
+                expected = json.load(file)
+            given = next(other for other in os.listdir(SAMPLES)
+                         if other.startswith(stem + '.in.'))
+            with open(os.path.join(SAMPLES, given), 'rb') as file:
+                yield stem, expected, file.read()
+
+    def test_dialects(self):
+        count = 0
+        for name, expected, data in self.samples():
+            given, want = expected.get('given'), expected['expect']
+            if given is None:
+                continue
+            with self.subTest(name):
+                path = given['path'] if given['path_hint'] else '/x/y'
+                file = pf.parse_config(path, path, data)
+                found = pf.show_config(
+                    file, given['workspace'], given['env'],
+                    given.get('files', {}).get, [])
+                for server in found['servers'] + want['servers']:
+                    server['warnings'] = sorted(server['warnings'])
+                    if not given['path_hint']:
+                        server['source'] = given['path']
+                self.assertEqual(found, want)
+                count += 1
+        self.assertGreater(count, 0)
+
+    def test_toml(self):
+        for name, expected, data in self.samples():
+            if not name.startswith('toml-'):
+                continue
+            with self.subTest(name):
+                text, want = data.decode('utf-8-sig'), expected['expect']
+                if 'error' in want:
+                    with self.assertRaises(json.JSONDecodeError) as caught:
+                        pf.Toml(text).document()
+                    self.assertEqual(caught.exception.lineno,
+                                     want['error']['line'])
+                    continue
+                found = pf.Toml(text).document()
+                for key, value in want['value'].items():
+                    if re.match('[0-9-]*[0-9]{2}[-:]', str(value)):
+                        found[key] = value      # times stay as written
+                self.assertEqual(found, want['value'])
 
 
 # ==========================================================================
@@ -3548,7 +4736,7 @@ class Test12Yaml(unittest.TestCase):
 
     def test_keys(self):
         words = [word for word in AWKWARD if word != 'a' * 500]
-        lines = pf.render_yaml({word: 1 for word in words}).split('\n')
+        lines = pf.render_yaml(dict.fromkeys(words, 1)).split('\n')
         self.assertEqual([unquote(line[:-3]) for line in lines[:-1]], words)
         self.assertEqual(pf.render_yaml({'did_you_mean': 1}),
                          'did_you_mean: 1\n')
@@ -3880,7 +5068,8 @@ class WorldCase(TempCase):
                 os.setgid(OTHER_UID)
                 os.setuid(OTHER_UID)
             return function()
-        pf.FileLock(self.path('x'), self.world())._take  # is imported now
+        with pf.FileLock(self.path('x'), self.world()):
+            pass                # what it imports is loaded by now
         return self.forked(run)[0]
 
     def store(self, **more):
@@ -8631,7 +9820,7 @@ class Test20Config(CliCase):
         done = self.run_cli('--home', self.home, '--config', 'a.json',
                             *words, is_placed=False)
         self.assertEqual([(row['path'], row['found'], row['used'])
-                          for row in done.json], [
+                          for row in done.json[:3]], [
             ('a.json', True, True),
             (os.path.join(self.home, 'mcp_config.json'), False, False),
             (self.path('.mcp.json'), True, False)])
@@ -9742,6 +10931,136 @@ class Test20SelfApproved(TempCase):
                          (['s:later'], False))
 
 
+class Test20ConfigShow(TempCase):
+    """`config show`: any client's file, in one form, nothing secret."""
+
+    CURSOR = {'mcpServers': {'s': {
+        'url': 'https://h/mcp', 'headers': {'A': 'Bearer ${env:TOK_X}'}}}}
+
+    def show(self, *words, **more):
+        """Run `config show` and give its JSON."""
+        done = self.run_cli('config', 'show', '-o', 'json', *words,
+                            is_placed=False, env=more)
+        self.assertEqual(done.code, 0, done)
+        return done.json
+
+    def test_one_file_is_an_object_and_more_are_a_list(self):
+        os.mkdir(self.path('.cursor'))
+        first = self.write('.cursor/mcp.json', json.dumps(self.CURSOR))
+        second = self.write('.mcp.json', '{"mcpServers": {"t": {}}}')
+        found = self.show(first)
+        self.assertEqual(sorted(found), ['dialect', 'file_warnings',
+                                         'servers', 'skipped'])
+        self.assertEqual((found['dialect'], found['servers'][0]['source']),
+                         ('cursor', first))
+        both = self.show(first, second)
+        self.assertEqual([file['dialect'] for file in both],
+                         ['cursor', 'claude-code'])
+        self.assertEqual(both[1]['skipped'],
+                         [{'name': 't', 'reason': 'no_transport'}])
+
+    def test_values_are_shown_only_when_asked(self):
+        path = self.write('x.json', json.dumps(self.CURSOR))
+        words = path, '--dialect', 'cursor'
+        found = self.show(*words, TOK_X='s3cr3t-1')
+        self.assertEqual(found['servers'][0]['headers'], {'A': '***'})
+        found = self.show('--reveal', *words, TOK_X='s3cr3t-1')
+        self.assertEqual(found['servers'][0]['headers'],
+                         {'A': 'Bearer s3cr3t-1'})
+
+    def test_the_workspace(self):
+        path = self.write('x.json', json.dumps({'mcpServers': {'s': {
+            'command': '${workspaceFolder}/x'}}}))
+        found = self.show(path, '--dialect', 'roo', '--workspace', '/w')
+        self.assertEqual(found['servers'][0]['command'], '/w/x')
+
+    def test_files_that_are_referred_to(self):
+        self.write('key', 'abc\n')
+        self.write('.env', 'A=1\n')
+        path = self.write('opencode.json', json.dumps({'mcp': {'s': {
+            'type': 'local', 'command': ['x', '{file:key}']}}}))
+        self.assertEqual(self.show(path)['servers'][0]['args'], ['abc'])
+        os.mkdir(self.path('.vscode'))
+        path = self.write('.vscode/mcp.json', json.dumps({'servers': {'s': {
+            'command': 'x', 'envFile': '.env'}}}))
+        self.assertEqual(self.show('--reveal', path)['servers'][0]['env'],
+                         {'A': '1'})
+
+    def test_without_a_name_it_shows_the_configs_of_the_run(self):
+        self.configure({'s': {'command': 'x'}}, max_age='1m')
+        found = self.run_cli('config', 'show', '-o', 'json').json
+        self.assertEqual((found['dialect'], found['servers'][0]['name']),
+                         ('preflight', 's'))
+
+    def test_what_cannot_be_read(self):
+        path = self.write('x.toml', 'a = "\\q"\n')
+        done = self.run_cli('config', 'show', path)
+        self.assertEqual((done.code, done.out), (1, ''))
+        self.assertIn('line 1, column 6', done.err)
+
+    def test_unknown_dialect(self):
+        done = self.run_cli('--dialect', 'cursr', 'config', 'show', 'x')
+        self.assertEqual((done.code, done.out), (1, ''))
+        self.assertIn('unknown dialect "cursr"', done.err)
+
+
+class Test20Clients(TempCase):
+    """A client's file, from the file to a verdict."""
+
+    def test_a_codex_file_is_looked_at_and_judged(self):
+        entry = self.serve(tools=[tool('a'), tool('b')])
+        os.mkdir(self.path('.codex'))
+        self.config = self.write(
+            '.codex/config.toml', "[mcp_servers.s]\ncommand = '%s'\nargs = "
+            "['%s', '%s']\nenabled_tools = ['a']\nenv_vars = ['NO_SUCH_V']\n"
+            % (entry['command'], entry['args'][0], entry['args'][1]))
+        done = self.sync()
+        self.assertEqual(done.code, 0, done)
+        self.assertIn('NO_SUCH_V is not set; its client leaves it out',
+                      done.err)
+        done = self.check('s:a', 's:b')
+        self.assertEqual([row.get('reason') for row in done.json['tools']],
+                         [None, 'tool_denied_by_config'])
+
+    def test_an_input_nobody_can_answer_stops_one_server(self):
+        entry = dict(self.serve(tools=[tool('a')]), type='stdio')
+        os.mkdir(self.path('.vscode'))
+        self.config = self.write('.vscode/mcp.json', json.dumps({'servers': {
+            's': entry, 't': dict(entry, env={'K': '${input:k}'})}}))
+        rows = {row['server']: row for row in self.sync().json['servers']}
+        self.assertEqual((rows['s']['state'], rows['t']['cause'],
+                          rows['t']['detail']),
+                         ('ready', 'unresolved', ('input:k (env.K) has no '
+                          'value')))
+        self.assertEqual(self.check('s:a').code, 0)
+
+    def test_a_check_needs_no_variable_and_no_file(self):
+        os.mkdir(self.path('.cursor'))
+        self.config = self.write('.cursor/mcp.json', json.dumps({
+            'mcpServers': {'s': {'command': '${env:NO_SUCH_V}', 'envFile':
+                                 self.path('none')}}}))
+        done = self.check('s:a')
+        self.assertEqual(done.json['tools'][0]['reason'],
+                         'server_initializing')
+
+    def test_a_registrys_recipe_is_refused_unless_meant(self):
+        self.config = self.write('server.json', json.dumps({
+            'name': 'n', 'packages': []}))
+        done = self.check('s:a')
+        self.assertEqual(done.code, 1)
+        self.assertIn('--dialect registry', done.err)
+
+    def test_paths_names_the_clients_files(self):
+        os.mkdir(self.path('.cursor'))
+        self.write('.cursor/mcp.json', '{}')
+        rows = self.run_cli('config', 'paths', '-o', 'json').json
+        found = {row['path']: row for row in rows}
+        row = found[self.path('.cursor', 'mcp.json')]
+        self.assertEqual((row['client'], row['found'], row['used']),
+                         ('cursor', True, False))
+        self.assertFalse(found[self.path('.roo', 'mcp.json')]['found'])
+
+
 # ==========================================================================
 # 22. serve
 # ==========================================================================
@@ -10051,9 +11370,10 @@ class Test22Framing(unittest.TestCase):
                 ((host, b'A\xe9: b'), 'malformed'),
                 ((host, b'Host: i'), 'stands twice'),
                 ((b'Content-Length: 2',), 'Host is missing')):
+            with self.subTest(lines), self.assertRaisesRegex(
+                    pf.HttpError, why) as caught:
+                self.length(*lines)
             with self.subTest(lines):
-                with self.assertRaisesRegex(pf.HttpError, why) as caught:
-                    self.length(*lines)
                 self.assertEqual(caught.exception.http_status, 400)
 
     def test_only_these_request_lines_are_read(self):
@@ -10062,9 +11382,9 @@ class Test22Framing(unittest.TestCase):
                      b'GET  / HTTP/1.1', b'GET /a b HTTP/1.1',
                      b'GET /\xe9 HTTP/1.1', b'PRI * HTTP/2.0',
                      b'GET /\x00 HTTP/1.1', b'GET / http/1.1'):
-            with self.subTest(line):
-                with self.assertRaisesRegex(pf.HttpError, 'request line'):
-                    self.length(b'Host: h', line=line)
+            with self.subTest(line), self.assertRaisesRegex(
+                    pf.HttpError, 'request line'):
+                self.length(b'Host: h', line=line)
 
     def test_too_many_headers_are_431(self):
         with self.assertRaises(pf.HttpError) as caught:
@@ -10104,9 +11424,9 @@ class Test22Framing(unittest.TestCase):
                 (b'1;' + b'x' * 300, 'chunk'), (b'0\r\nA: b\r\n', 'trailers'),
                 (b'100001\r\n', 'over 1 MiB'), (b'fffffffff\r\n', 'chunk'),
                 (b'1;\x00\r\n', 'chunk')):
-            with self.subTest(data):
-                with self.assertRaisesRegex(pf.HttpError, why):
-                    self.chunks(data + b' ' * 200, 1)
+            with self.subTest(data), self.assertRaisesRegex(
+                    pf.HttpError, why):
+                self.chunks(data + b' ' * 200, 1)
 
     def test_hosts(self):
         names = frozenset(('ci.example', 'gate:8443'))
@@ -11328,6 +12648,12 @@ class Test22ServeFresh(ServeCase):
         self.configure({})
         self.assertEqual(self.reason(), 'server_not_configured')
 
+    def test_an_edit_right_after_another_of_the_same_length(self):
+        for word, expected in (('echo', 'tool_denied_by_config'),
+                               ('ohce', 'ready')) * 3:
+            self.configure({'s': dict(self.entry, disabled_tools=[word])})
+            self.assertEqual(self.reason(), expected)
+
     def test_a_broken_config_is_503_until_it_is_mended(self):
         before = len(self.records())
         self.write('config.json', '{"mcpServers":\n {"s": ')
@@ -11454,6 +12780,17 @@ class Test22ServeAround(ServeCase):
         wire = self.listen(X_API_Key=secret)
         self.cli('token', 'revoke', 'listener')
         self.assertEqual(wire.read_until(b'never'), b'')
+
+    def test_streams_and_connections_are_bounded(self):
+        self.start_serve(patch='pf.MAX_PEERS = 5; pf.MAX_STREAMS = 1; '
+                         'pf.BEAT_S = 0.05')
+        stream = self.listen()
+        self.assertEqual(stream.read_until(b'\n\n'), b': still here')
+        self.assertEqual(self.get('/events').status, 503)
+        held = [self.wire() for _ in range(9)]
+        self.assertEqual(self.get('/healthz').status, 200)
+        self.assertTrue(held[0].is_ended())
+        self.assertEqual(stream.read_until(b'\n\n'), b': still here')
 
     def test_metrics_are_prometheus_text_and_add_up(self):
         def read():
@@ -11615,12 +12952,14 @@ class Test22ServeStart(ServeCase):
         self.start_serve('--socket', path, '--no-sync')
         os.chmod(path, 0o666)
         os.chmod(self.dir, 0o755)
+        code = ('import socket, sys; s = socket.socket(socket.AF_UNIX); '
+                's.connect(sys.argv[1]); '
+                's.sendall(b"GET /healthz HTTP/1.0\\r\\n\\r\\n"); '
+                'print(s.recv(9))')
         child = subprocess.Popen(
-            ['/usr/bin/env', 'python3', '-I', '-c', 'import socket, sys; '
-             's = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); '
-             's.sendall(b"GET /healthz HTTP/1.0\\r\\n\\r\\n"); '
-             'print(s.recv(9))', path], stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, cwd='/', env={'PATH': '/usr/bin:/bin'},
+            ['/usr/bin/env', 'python3', '-I', '-c', code, path],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd='/',
+            env={'PATH': '/usr/bin:/bin'},
             preexec_fn=lambda: os.setuid(65534))
         out, err = child.communicate(timeout=30)
         self.assertNotIn(b'HTTP', out)
@@ -11664,6 +13003,9 @@ class Test22ServeStart(ServeCase):
     def test_options_that_cannot_be_are_refused(self):
         for words, said in (
                 (('--listen', 'nowhere'), 'HOST:PORT'),
+                (('--listen', ''), 'HOST:PORT'),
+                (('--socket', ''), '--socket is empty'),
+                (('--ready', ''), '<server>:<tool>'),
                 (('--listen', '203.0.113.7:1'), 'cannot listen'),
                 (('--listen', 'no..such:1'), 'cannot listen'),
                 (('--log-format', 'xml'), 'text or json'),
@@ -11710,8 +13052,10 @@ class Test22ServeStart(ServeCase):
         wire.send(b'nonsense\r\n\r\n')
         self.assertEqual(wire.reply().status, 400)
         self.assertTrue(wire.is_ended())
-        with self.assertRaises((ssl.SSLError, ConnectionError)):
-            self.wire(context=ssl.create_default_context())
+        strict = ssl.create_default_context()
+        strict.check_hostname = False
+        with self.assertRaises(ssl.SSLError):
+            self.wire(context=strict)
         self.assertEqual(self.server.stop(), 143)
         self.assertNotIn('Traceback', self.server.log())
 
@@ -11750,8 +13094,9 @@ class Test22ServeStart(ServeCase):
         self.wait_for(lambda: os.path.exists(starts) and count() >= 3)
         self.assertEqual(self.server.stop(), 143)
         before = count()
-        self.start_serve('--listen', '127.0.0.1:0', '--sync-interval', '0')
-        self.get('/healthz')
+        for words in ('--no-sync',), ('--sync-interval', '0'):
+            self.start_serve('--listen', '127.0.0.1:0', *words)
+            self.get('/healthz')
         time.sleep(0.3)
         self.assertEqual(count(), before)
 
@@ -12186,7 +13531,7 @@ class TestLayout(unittest.TestCase):
 
     def test_references_point_up_and_only_where_the_map_allows(self):
         home, faults = {}, []
-        for node, first, text in self.program.statements():
+        for node, first, _ in self.program.statements():
             here = self.program.section_at(first)
             for name in names_bound(node):
                 home.setdefault(name, (first, here))
@@ -12407,7 +13752,7 @@ class TestLayout(unittest.TestCase):
             for name in names_bound(node):
                 home[name] = self.program.section_at(first)
         faults = []
-        for node, first, text in self.program.statements():
+        for _, first, text in self.program.statements():
             here = self.program.section_at(first)
             faults += ['%s in section %d' % (name, here)
                        for name in names_read(text, first)

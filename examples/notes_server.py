@@ -60,8 +60,8 @@ def decode(line):
             text = json.dumps(value, ensure_ascii=False)
             value = json.loads(text.encode("utf-8", "replace").decode("utf-8"))
         return value
-    except (ValueError, RecursionError):
-        raise RpcError(PARSE_ERROR, "Not a JSON message")
+    except (ValueError, RecursionError) as exc:
+        raise RpcError(PARSE_ERROR, "Not a JSON message") from exc
 
 
 class NoteFile:
