@@ -9176,10 +9176,14 @@ class Service:
         """Give the PreflightError to answer with; others are told."""
         if isinstance(exc, PreflightError):
             return exc
-        if isinstance(exc, OSError):        # a peer's, or of its TLS
-            return HttpError(503, os_reason(exc))
         self.log.tell('internal error: %s: %s' % (type(exc).__name__, exc))
         return HttpError(500, 'internal error')
+
+    def note_fault(self, loop, context):
+        """Tell what went wrong in the loop, but for a peer's own doing."""
+        exc = context.get('exception')
+        if exc is not None and not isinstance(exc, OSError):
+            self.error_of(exc)
 
     def read(self, peer, request, who, run):
         """Answer from the store in the reading thread."""
@@ -9422,8 +9426,7 @@ def run_loop(service, path):
     """Serve until a signal ends it; path: of the Unix socket, or ''."""
     import signal
     loop, inode = service.loop, path and os.stat(path).st_ino
-    loop.set_exception_handler(lambda _, context: service.error_of(
-        context.get('exception') or PreflightError(context['message'])))
+    loop.set_exception_handler(service.note_fault)
     for name in ('SIGINT', 'SIGTERM', 'SIGHUP'):
         number = getattr(signal, name, None)
         if number is not None and (

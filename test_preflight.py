@@ -5563,7 +5563,7 @@ class Test15Store(WorldCase):
         """Run the program where no file may grow over a size."""
         import resource
         process = subprocess.Popen(
-            [sys.executable, SCRIPT, '--home', self.home, '--config',
+            [sys.executable, '-S', SCRIPT, '--home', self.home, '--config',
              self.config] + list(words), stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, preexec_fn=lambda: resource.setrlimit(
                 resource.RLIMIT_FSIZE, (size, size)))
@@ -7881,7 +7881,9 @@ class Test17Http(WebCase):
                 [b'HTTP/1.1 200 OK\r\nX: ' + b'y' * 70000 + b'\r\n\r\n']):
             web = self.web(web_script(initialize=pieces))
             with mock.patch.object(pf, 'MAX_MESSAGE_BYTES', 1000):
-                self.assert_error(self.look(web.url), 'protocol')
+                seen = self.look(web.url)
+            self.assert_error(seen, 'protocol')
+            self.assertRegex(seen.detail, 'larger than 1000|no HTTP: got more')
 
     # -- 21. framing on the wire --------------------------------------------
 
@@ -8347,13 +8349,15 @@ class Test17Http(WebCase):
         secrets = ('sk-live-1234', 'abcd9999', 'zzzz8888', 'pppp7777')
 
         def echo(request):
-            return [web_reply(400, ('bad key: %s %s' % (
-                request.headers, request.path)).encode(), 'text/plain')]
+            return [web_reply(400, ('bad key: %s %s' % (said.pop(0), [
+                request.headers, request.path])).encode(), 'text/plain')]
+        said = ['of zzzz8888', 'of pppp7777']
         web = self.web(echo)
         self.configure({'s': {
-            'url': 'http://u:pppp7777@127.0.0.1:%d/mcp?exaApiKey=zzzz8888'
-            % web.port, 'headers': {'X-Api-Key': 'sk-live-1234',
-                                    'Authorization': 'Bearer abcd9999'}}})
+            'type': 'http', 'url': 'http://u:pppp7777@127.0.0.1:%d/mcp?'
+            'exaApiKey=zzzz8888' % web.port,
+            'headers': {'X-Api-Key': 'sk-live-1234',
+                        'Authorization': 'Bearer abcd9999'}}})
         text = ''
         for words in (('sync',), ('sync', '--debug'), ('servers', 'show', 's'),
                       ('tools', 'preflight', 's:x'), ('activity', 'list')):
@@ -8454,9 +8458,12 @@ class Test17Http(WebCase):
             return web_stream(
                 {'jsonrpc': '2.0', 'method':
                  'notifications/tools/list_changed'}, web_result(request))
-        asked = []
+        asked, slept = [], []
         web = self.web(web_script(tools_list=listing))
-        self.assert_ready(self.look(web.url), ['new'])
+        world = self.world(env=dict(os.environ, **self.proxies),
+                           sleep=lambda s: slept.append(time.sleep(s)))
+        self.assert_ready(self.look(web.url, world=world), ['new'])
+        self.assertTrue(slept)      # until it is quiet
 
     # -- the older HTTP+SSE -------------------------------------------------
 
@@ -8539,6 +8546,11 @@ class Test17Http(WebCase):
         self.assert_error(self.look(web.url, type='http'), 'http_status',
                           'HTTP 405')
         self.assertEqual(web.methods, ['initialize'])
+
+    def test_refusal_after_the_handshake_does_not_fall_back(self):
+        web = self.web(web_script(tools_list=web_reply(404)))
+        self.assert_error(self.look(web.url), 'http_status', '(404)')
+        self.assertNotIn('GET', web.methods)
 
     def test_first_refusal_is_the_one_reported(self):
         web = self.web(web_script(
@@ -10088,7 +10100,7 @@ class TestZero(CliCase):
         """Run commands among traps: what was told of each."""
         place = ['--home', self.home, '--config', self.config]
         done = subprocess.Popen(
-            [sys.executable, '-c', TRAPS, SCRIPT, self.home],
+            [sys.executable, '-S', '-c', TRAPS, SCRIPT, self.home],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, cwd=self.dir)
         out, err = done.communicate(json.dumps(
@@ -10607,7 +10619,8 @@ class Test23Streams(CliCase):
     def test_streams_that_cannot_be_written(self):
         self.one_server(tool())
         self.configure({'s': self.entry, 'never': self.serve('never')})
-        line = self.line('tools', 'preflight', 'never:x')
+        line = self.line('tools', 'preflight', 'never:x').replace(
+            ' ', ' -S ', 1)     # what site loads would write there, too
         for more, code in (('>&-', 1), ('>/dev/full', 1), ('2>&-', 10),
                            ('2>/dev/full', 10), ('<&-', 10),
                            ('<&- >&- 2>&-', 1)):
@@ -11153,8 +11166,8 @@ class Wire:
         """Wait for the end of the connection; False if more came."""
         try:
             return not self.held and not self.sock.recv(1)
-        except ConnectionResetError:
-            return True
+        except OSError as exc:      # reset, or cut off without TLS's goodbye
+            return not isinstance(exc, socket.timeout)
 
 
 def head_of(method, path, headers):

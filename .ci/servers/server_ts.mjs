@@ -25,6 +25,6 @@ createServer(async (request, response) => {
             body: chunks.length ? Buffer.concat(chunks) : undefined,
         }));
     response.writeHead(reply.status, Object.fromEntries(reply.headers));
-    if (reply.body) for await (const chunk of reply.body) response.write(chunk);
+    for await (const chunk of reply.body ?? []) response.write(chunk);
     response.end();
 }).listen(Number(process.argv[2]), '127.0.0.1');
