@@ -6009,7 +6009,8 @@ def _tools_before(con, row_id, known, link):
 def _save_trust(con, known, plan, launches, now):
     """Approve what a baseline or mode auto approves; know the launch."""
     name = known.server.name
-    rows = [tool for tool in plan.rows if tool.name in set(plan.approve)]
+    approve = set(plan.approve)
+    rows = [tool for tool in plan.rows if tool.name in approve]
     if rows:
         save_approvals(con, name, known.launch, rows, (plan.how, now))
     if plan.rows and is_baseline(known.launch, launches):
@@ -7020,21 +7021,20 @@ def cmd_tools_explain(world, options):
                 for gate, result, fact in explain(case)]
 
 
-SERVER_STATES = ('ready', 'pending_auth', 'error', 'stale', 'never_seen',
-                 'disabled', 'quarantined')
+SERVER_STATES = ('ready', 'pending_auth', 'error', 'stale', 'initializing',
+                 'never_seen', 'disabled', 'quarantined')
 
 
 def server_state(known, settings, now):
     """Say in one of SERVER_STATES what is known of a server."""
-    link = known.connection
     if known.disabled or known.quarantined:
         return 'disabled' if known.disabled else 'quarantined'
-    if link is None or not link.state:
-        return 'never_seen'
-    limit = max_age_of(known.server, settings, link.ttl)
-    if link.state == 'ready' and is_stale(link, limit, now):
-        return 'stale'
-    return link.state
+    found = connection_state(Case(None, known, None, Question(
+        (), None, (), now, settings, '', '')))
+    if found.cause in ('never_seen', 'stale'):
+        return found.cause
+    return {'': 'ready', 'oauth_required': 'pending_auth',
+            'server_initializing': 'initializing'}.get(found.reason, 'error')
 
 
 def _server_row(con, config, server, now):
@@ -9448,6 +9448,12 @@ def run_loop(service, path):
             os.unlink(path)     # and never that of a later server
 
 
+def trim_memory():
+    """Give back what compiling this file took; glibc would keep it."""
+    import ctypes
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 def ready_refs(options):
     """Read --ready ID,ID: Refs; raises UsageError."""
     refs = [parse_id(name) for words in options.ready or ()
@@ -9495,6 +9501,10 @@ def cmd_serve(world, options):
     service.log.tell('listening on %s; the key is in %s' % (places, place))
     gc.collect()
     getattr(gc, 'freeze', int)()    # what is here now stays
+    try:
+        trim_memory()
+    except (ImportError, AttributeError, OSError, TypeError):
+        pass                        # it is not glibc
     run_loop(service, options.socket and path)
     raise Interrupted(service.signal)
 
@@ -9525,6 +9535,7 @@ global options, before or after the command:
   --dialect NAME     read the config files as one of
 %s
   --workspace DIR    where servers of a client's config file are started
+  --ca-file FILE     certificates to trust besides the system's
   -o, --output F     table, json or yaml (else PREFLIGHT_OUTPUT, else table)
   --debug            show a traceback for an internal error
   --version          print version and the digest of this file
