@@ -777,13 +777,26 @@ CODE_ENV = (r'(?:PATH|LD_.*|DYLD_.*|NODE_OPTIONS|NODE_PATH|PYTHON.*|RUBYOPT'
             r'|PERL5OPT|BASH_ENV|(?i:npm_config_).*)\Z')
 
 
+def is_code_env(name):
+    """Tell whether a variable can choose the code that is started."""
+    return re.match(CODE_ENV, name) is not None
+
+
 def launch_value(server):
     """Say what is started or called, as written (contract 10, Launch)."""
     env = {name: value for name, value in server.env.items()
-           if re.match(CODE_ENV, name)}
+           if is_code_env(name)}
     return {'transport': server.transport, 'command': server.command,
             'args': list(server.args), 'cwd': server.cwd, 'url': server.url,
             'env': env}
+
+
+def seen_key(server):
+    """Name where a look at a server is kept: its file, and the base that
+    its relative paths start from where that is not the file's directory."""
+    if server.base == os.path.dirname(server.file):
+        return server.file
+    return '%s @ %s' % (server.file, server.base)
 
 
 def launch_digest(server):
@@ -2334,7 +2347,14 @@ class Expansion:
             text = self.open(server.base, path)
             if text is None:
                 self.lack('file:' + path, 'envFile', True)
-            env.update(read_env_file(text or ''))
+            found = read_env_file(text or '')
+            code = sorted(name for name in found if is_code_env(name))
+            if code:            # it is no part of the approved launch
+                self.notes.append('%s of the envFile is left out: what '
+                                  'chooses code belongs into env'
+                                  % ', '.join(code))
+            env.update((name, value) for name, value in found.items()
+                       if name not in code)
         for name in server.extra.get('env_vars', ()):
             if self.variable(name) is not None:
                 env[name] = self.variable(name)
@@ -3782,9 +3802,10 @@ def record_line(activity):
     """Say what a check found, as one readable phrase (contract 8)."""
     data = activity['metadata']
     if activity['type'] != 'preflight':
-        what = data.get('server') or ', '.join(data.get('tools') or ())
-        return '%s %s' % (data.get('action') or data.get('state')
-                          or activity['status'], what)
+        what = data.get('server') or data.get('token') or ', '.join(
+            data.get('tools') or ())
+        return ('%s %s' % (data.get('action') or data.get('state')
+                           or activity['status'], what)).strip()
     text = '%s (%s)' % ('ready' if activity['status'] == 'success'
                         else 'blocked', plural(data['ids_count'], 'id'))
     parts = ['%s x%d' % (code, count) if count > 1 else code
@@ -4233,7 +4254,14 @@ class Store:
         return self.con
 
     def _is_there(self):
-        return os.path.exists(self.path) and os.path.getsize(self.path) > 0
+        """Tell whether there is a database; it is born complete."""
+        if not os.path.lexists(self.path):
+            return False
+        if os.path.isfile(self.path) and os.path.getsize(self.path):
+            return True
+        raise StoreError('the state database %s is damaged: it is empty, or '
+                         'no file' % self.path,
+                         'Move it aside; the next sync starts a new one.')
 
     def _open(self, path):
         import sqlite3
@@ -4437,9 +4465,16 @@ def load_names_like(con, server_id, word, limit=150):
         (server_id, len(word) - 2, len(word) + 2)).fetchone()
     names = row[0].split('\0') if row[0] else []
     step = max(1, -(-len(word) // 4))
-    parts = [word[n:n + step] for n in range(0, len(word), step)]
-    names.sort(key=lambda name: -sum(part in name for part in parts))
-    return names[:limit]
+    a, b, c, d = ([word[n:n + step] for n in range(0, len(word), step)]
+                  + [''] * 4)[:4]
+    scores = [(a in name) + (b in name) + (c in name) + (d in name)
+              for name in names]
+    best = []
+    for score in (4, 3, 2, 1, 0):
+        if len(best) < limit:
+            best += [name for name, its in zip(names, scores)
+                     if its == score]
+    return best[:limit]
 
 
 def load_homes_of(con, tool, limit=200):
@@ -5788,7 +5823,7 @@ class Dialogue:
             return self._ask(step)
         except UpstreamError as exc:
             if exc.cause == 'timeout':
-                spent = self.talk.world.clock() - self.start
+                spent = round(self.talk.world.clock() - self.start, 1)
                 exc.args = ('%s to %s within %s' % (
                     exc, step.method, format_duration(int(spent * 1000))),)
             raise
@@ -5971,7 +6006,7 @@ def load_known(con, config, name):
     if server is None:
         return Known(None, why, '', '', None, '', ''), None
     digest = launch_digest(server)
-    row_id, _, link = load_link(con, name, server.file)
+    row_id, _, link = load_link(con, name, seen_key(server))
     switches = load_switches(con, name, server.file)
     launches = load_launches(con, name)
     seen_under = link.launch if link else None
@@ -6062,8 +6097,8 @@ def save_observation(store, known, seen, owner):
     """
     server, now = known.server, store.world.now()
     with store.write() as con:
-        drop_lease(con, server.name, server.file, owner)
-        row_id, _, link = load_link(con, server.name, server.file)
+        drop_lease(con, server.name, seen_key(server), owner)
+        row_id, _, link = load_link(con, server.name, seen_key(server))
         before = _tools_before(con, row_id, known, link)
         launches = load_launches(con, server.name)
         is_first = is_baseline(known.launch, launches)
@@ -6158,7 +6193,7 @@ class Round:
         try:
             with self.store.write() as con:
                 for name, (_, _, known) in self.running.items():
-                    drop_lease(con, name, known.server.file, self.owner)
+                    drop_lease(con, name, seen_key(known.server), self.owner)
         except StoreError:
             pass                # it runs out; what ended us says more
 
@@ -6192,7 +6227,7 @@ class Round:
         """Take the lease of a server: its Known, None if not ours to see."""
         name, now = server.name, self.world.now()
         known, _ = load_known(con, self.config, name)
-        owner, link = load_link(con, name, server.file)[1:]
+        owner, link = load_link(con, name, seen_key(server))[1:]
         if known.disabled or known.quarantined:
             state = 'disabled' if known.disabled else 'quarantined'
             self.rows[name] = _row(name, state, '', known.disabled
@@ -6201,7 +6236,7 @@ class Round:
         if link and owner != self.owner and is_lease_running(link, now):
             self.foreign[name] = (server, link.lease_at, owner)
             return None
-        take_lease(con, name, server.file, (
+        take_lease(con, name, seen_key(server), (
             now, now + span + LEASE_GRACE_MS, known.launch, self.owner))
         return known
 
@@ -6239,7 +6274,7 @@ class Round:
         for name, (server, lease_at, owner) in list(self.foreign.items()):
             with self.store.read() as con:
                 known, row_id = load_known(con, self.config, name)
-                holder, link = load_link(con, name, server.file)[1:]
+                holder, link = load_link(con, name, seen_key(server))[1:]
                 count = count_listed(con, row_id)
             if holder == owner and is_lease_running(link, self.world.now()):
                 continue
@@ -6318,15 +6353,21 @@ def cmd_config_show(world, options):
     for one file, else a list. Secrets are masked without --reveal."""
     paths = [os.fsdecode(path.encode('utf-8', 'surrogateescape'))
              for path in options.ids] or config_paths(world)
-    secrets = [value for name, value in world.env.items() if re.match(
-        '(?i)%s\\Z' % SECRET_NAME, name) and value[:1] != '/']
-    shown = []
+    shown, secrets = [], []
+
+    def read(place):
+        text = read_text(place)
+        secrets.append((text or '').strip())
+        return text
     for path in paths:
-        file = parse_config(path, os.path.realpath(path), read_bytes(path),
+        data, notes = read_bytes(path), []
+        file = parse_config(path, os.path.realpath(path), data,
                             world.dialect)
-        notes = []
-        form = show_config(file, workspace_of(world), world.env, read_text,
+        form = show_config(file, workspace_of(world), world.env, read,
                            notes)
+        secrets += [world.env[name] for name in set(re.findall(
+            NAME, data.decode('utf-8', 'replace')))
+            if world.env.get(name, '/')[:1] != '/']
         for note in notes:
             world.tell('warning: ' + note)
         if not options.reveal:
@@ -6393,7 +6434,7 @@ def known_server(config, name):
         near = rank_nearest(name, config.entries, 1)
         raise UsageError(why or 'no server %s is configured%s' % (
             json.dumps(name), '; did you mean %s?' % near[0] if near
-            else ''))
+            else ''), 'See `servers list`.')
     return server
 
 
@@ -6540,7 +6581,8 @@ def judge_all(snap, question, request_id, waited_ms=None):
     verdict = worst_verdict([answer.reason or '' for answer in answers])
     stuck = []
     if verdict == RETRY:
-        stuck = [' '.join((finding.fact, finding.remedy))
+        stuck = ['Waiting alone will not help: %s %s' % (finding.fact,
+                                                         finding.remedy)
                  for _, finding in pairs
                  if finding and finding.cause in STUCK_CAUSES]
     return Report(verdict, format_time(question.now), waited_ms, answers,
@@ -6680,14 +6722,14 @@ def tell_sync(world, rows):
                        world.home))
 
 
-def _sync_first(world, config, question):
+def _sync_first(world, config, question, progress):
     """Look at the servers a check names: the names looked at."""
     scope, servers = question.caller.servers, []
     for name in dict.fromkeys(ref.server for ref in question.refs):
         server, _ = look_up(config, name)
         if server and (scope is None or name in scope):
             servers.append(server)
-    tell_sync(world, run_sync(world, config, servers, None, no_progress))
+    tell_sync(world, run_sync(world, config, servers, None, progress))
     return {server.name for server in servers}
 
 
@@ -6705,7 +6747,7 @@ def cmd_preflight(world, options):
     question = _question(world, config, options)
     names, looked_at = {ref.server for ref in question.refs}, set()
     if options.sync:
-        looked_at = _sync_first(world, config, question)
+        looked_at = _sync_first(world, config, question, options.progress)
     warn_of(world, config, names - looked_at)
     with Store(world.home, world) as store:
         waited, told = None, []
@@ -7070,6 +7112,13 @@ def _one_server(world, options):
     return config, known_server(config, options.ids[0].strip())
 
 
+def _next_step(world, row):
+    """Name the command that a server's state calls for, or None."""
+    words = {'disabled': 'servers enable', 'quarantined': 'servers approve',
+             'ready': None}.get(row['state'], 'sync')
+    return words and command_line(world.how, words, row['server'])
+
+
 def cmd_servers_show(world, options):
     """Show one server: who decides, its launch, the last look at it."""
     config, server = _one_server(world, options)
@@ -7097,6 +7146,7 @@ def cmd_servers_show(world, options):
         at = getattr(link, key) if link else None
         row[key] = format_time(at) if at is not None else None
     row['refused'] = link.refused if link else {}
+    row['next'] = _next_step(world, row)
     row['warnings'] = server.warnings
     return row
 
@@ -7140,7 +7190,7 @@ def _approve_launch(con, world, server, config):
     is_new = not launches and config.settings['quarantine_new_servers']
     if not is_new and not launch_fact(server, launches, None):
         return 0
-    link, carried = load_link(con, name, server.file)[2], 0
+    link, carried = load_link(con, name, seen_key(server))[2], 0
     if launches:
         known = {row.digest for row in launches}
         old = link.launch if link and link.launch in known else (
@@ -7166,7 +7216,7 @@ def cmd_servers_approve(world, options):
     with Store(world.home, world) as store:
         with store.read() as con:
             launches = load_launches(con, server.name)
-            link = load_link(con, server.name, server.file)[2]
+            link = load_link(con, server.name, seen_key(server))[2]
         fact = launch_fact(server, launches, link.launch if link else None)
         if fact and not (options.yes or options.expect) and not world.ask(
                 '%s\nThe new launch has the digest %s.\nApprove it?' % (
@@ -7286,8 +7336,10 @@ def cmd_token_revoke(world, options):
     return {'name': options.ids[0], 'result': 'revoked'}
 
 
-def _filters_of(options):
+def _filters_of(world, options):
     def instant(text):
+        if text is not None and re.match('[0-9.]+[a-z]', text):
+            return world.now() - parse_duration(text)
         return parse_time(text) if text is not None else None
     if options.status not in (None, 'success', 'blocked'):
         raise UsageError('the status of a record is success or blocked')
@@ -7308,7 +7360,7 @@ def cmd_activity_list(world, options):
     """List audit records, newest first (contract 8)."""
     limit = _whole_number(options.limit, '--limit', 1, 1000)
     offset = _whole_number(options.offset, '--offset', 0, 10 ** 9)
-    filters = _filters_of(options)
+    filters = _filters_of(world, options)
     with Store(world.home, world) as store, store.read() as con:
         total, bodies = find_records(con, filters, limit, offset)
     return {'activities': [json.loads(body) for body in bodies],
@@ -7362,7 +7414,7 @@ def cmd_activity_prune(world, options):
                                          'operator')}
 
 
-ENV_HINT = 'Run it as: env -u PREFLIGHT_URL ...'
+ENV_HINT = 'Run it without --url, and as: env -u PREFLIGHT_URL ...'
 
 
 def _remote_link(world):
@@ -7568,7 +7620,7 @@ MAX_HEADERS = 100
 MAX_PEERS = 512                 # below the usual limit of 1024 open files
 MAX_WAITS = 4
 MAX_STREAMS = 64
-MAX_REPLAY = 1000               # changes that a resumed stream is told
+MAX_REPLAY = 10000              # changes that a resumed stream is told
 MAX_CACHE_BYTES = 8 << 20       # bodies judged before rows are read anew
 READ_TIMEOUT_S = 10             # a whole request, from its first byte
 IDLE_TIMEOUT_S = 75
@@ -7965,12 +8017,12 @@ class Gate:
         data_version on this connection moves for others' commits only, and
         generation only with the state, not with audits.
         """
-        version = data_version(con)
-        if self.cache is None or self.mark[0] != version or (
-                self.cache.config is not config or self.room < 0):
+        version, held = data_version(con), self.cache
+        if held is not None and (held.config is not config or self.room < 0):
+            held = None
+        if held is None or self.mark[0] != version:
             generation = load_meta(con, 'generation')
-            if self.cache is None or self.mark[1] != generation or (
-                    self.cache.config is not config or self.room < 0):
+            if held is None or self.mark[1] != generation:
                 self.cache = open_snapshot(con, config)
                 self.room, self.texts = MAX_CACHE_BYTES, {}
             self.mark = version, generation
@@ -8095,7 +8147,8 @@ class Configs:
         for path in config_paths(self.world):
             try:
                 info = os.stat(path)
-                stamps.append((info.st_mtime, info.st_size, info.st_ino))
+                stamps.append((info.st_mtime_ns, info.st_ctime_ns,
+                               info.st_size, info.st_ino))
             except OSError as exc:
                 stamps.append(exc.errno)
         return stamps
@@ -8329,7 +8382,7 @@ class Peer:
         if length is None and self.request.method in ('POST', 'PUT',
                                                       'PATCH'):
             raise HttpError(411, 'the request has no Content-Length and is '
-                            'not chunked')
+                            'not chunked; send a body, {} at least')
         self.body = Body(length)
         return True
 
@@ -8351,6 +8404,9 @@ class Peer:
     def reply(self, request, response, who):
         """Write a response in one go, and read on."""
         if request is not self.current or not self.is_busy or self.is_gone():
+            return
+        if self.is_stream:          # it has begun, and cannot go on
+            self.transport.abort()
             return
         self.is_closing |= request.is_last or self.service.is_stopping
         data = encode_response(response, request.id, self.is_closing)
@@ -8461,6 +8517,7 @@ class Events:
         """End streams that may not go on; show the others a sign of life."""
         for peer, state in list(self.peers.items()):
             if state[0].token and not self.service.is_valid(con, state[0]):
+                self.drop(peer)
                 peer.transport.close()
             elif peer.transport.get_write_buffer_size() > MAX_BODY_BYTES:
                 peer.transport.abort()
@@ -8970,7 +9027,8 @@ def make_head_parser():
                             'the head cannot be read')
         path, _, query = head.path.partition('?')
         return (head.command, path, parse_query(query),
-                head.close_connection, head.is_expecting)
+                head.close_connection or 'close' in connection.lower(),
+                head.is_expecting)
 
     return parse
 
@@ -9702,10 +9760,11 @@ COMMANDS = {
         None, None, '', 'the same check over REST'),
     ('activity', 'list'): Command(
         cmd_activity_list, (
-            _text('--type', 'T', 'preflight, sync, approval, server, prune'),
+            _text('--type', 'T', 'preflight, sync, approval, server, token '
+                  'or prune'),
             _text('--status', 'S', 'success or blocked'),
             _text('--request-id', 'R', 'the records of one request'),
-            _text('--since', 'TIME', 'not before'),
+            _text('--since', 'TIME', 'not before; or an age, such as 2h'),
             _text('--until', 'TIME', 'before'),
             _text('--limit', 'N', 'at most 1000', default='50'),
             _text('--offset', 'N', 'leave out the newest', default='0')),
@@ -9836,9 +9895,14 @@ def parse_argv(argv):
     _add_globals(top)
     seen, rest = top.parse_known_args(before)
     groups = [[]] + [[verb[0]] for verb in COMMANDS if len(verb) > 1]
+    if seen.version and rest:
+        raise UsageError('--version stands without a command')
     if seen.version or seen.help and rest in groups:
         return (), seen
     verb = _find_command(rest)
+    if seen.help and (len(rest) > len(verb) or after):
+        raise UsageError('--help stands alone behind a command',
+                         'See: preflight.py %s --help' % ' '.join(verb))
     leaf = _parser(verb)
     for name, more in COMMANDS[verb].options:
         leaf.add_argument(name, **more)
@@ -9914,10 +9978,19 @@ def _ask(question):
     """Put a yes-or-no question to whoever sits at the terminal."""
     if sys.stdin is None or not sys.stdin.isatty():
         raise UsageError('there is no terminal to ask at; review first, then '
-                         'give --expect or --yes')
+                         'give --expect or --yes',
+                         '`tools diff ID` prints the token of a tool, '
+                         '`servers show NAME` the launch_digest.')
     sys.stderr.write(question + ' [y/N] ')
     sys.stderr.flush()
     return sys.stdin.buffer.readline().strip().lower() in (b'y', b'yes')
+
+
+def drop_stderr():
+    """Let stderr go nowhere: what it still holds would fail at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)
 
 
 def print_line(line):
@@ -9931,7 +10004,7 @@ def print_line(line):
         sys.stderr.buffer.write(data)
         sys.stderr.flush()
     except (OSError, ValueError):
-        pass                    # nobody reads it; the exit code stands
+        drop_stderr()           # nobody reads it; the exit code stands
 
 
 def write_log(text):
@@ -9941,7 +10014,7 @@ def write_log(text):
             sys.stderr.write(text)
             sys.stderr.flush()
         except (OSError, ValueError):
-            pass                # a log nobody reads stops no check
+            drop_stderr()       # a log nobody reads stops no check
 
 
 def make_world(options, stops, url=''):
@@ -10114,6 +10187,8 @@ def main(argv=None):
         except Exception as exc:
             return _fail(exc, '--debug' in argv)
     except (Interrupted, KeyboardInterrupt) as exc:
+        if sys.stderr is not None and sys.stderr.isatty():
+            write_log('\r\x1b[K')     # the line of progress
         return 128 + getattr(exc, 'number', 2)
     finally:
         getattr(gc, 'freeze', int)()    # nothing to look for at tear-down

@@ -5335,8 +5335,7 @@ class Test15Store(WorldCase):
 
     def test_what_a_cut_off_creation_left_is_in_nobodys_way(self):
         os.mkdir(self.home)
-        for name in ('preflight.db.new', 'preflight.db.new-journal',
-                     'preflight.db'):
+        for name in ('preflight.db.new', 'preflight.db.new-journal'):
             self.write('state/' + name, b'')
         self.bump()
         self.assertEqual(self.generation(), 1)
@@ -5412,11 +5411,16 @@ class Test15Store(WorldCase):
         self.assertIn('no such table', str(caught.exception))
         self.assertIn('Move it aside', caught.exception.hint)
 
-    def test_an_empty_file_is_a_new_database(self):
+    def test_what_is_empty_or_no_file_is_damage_and_no_new_database(self):
         os.mkdir(self.home)
         self.write('state/preflight.db', b'')
-        self.bump()
-        self.assertEqual(self.generation(), 1)
+        with self.assertRaises(pf.StoreError) as caught:
+            self.bump()
+        self.assertIn('is damaged', str(caught.exception))
+        os.unlink(self.path('state', 'preflight.db'))
+        os.symlink('nowhere', self.path('state', 'preflight.db'))
+        with self.assertRaises(pf.StoreError):
+            self.bump()
 
     def test_a_database_that_may_not_be_written_is_named(self):
         self.bump()
@@ -10944,6 +10948,77 @@ class Test20SelfApproved(TempCase):
                          (['s:later'], False))
 
 
+class Test20NotReady(TempCase):
+    """Ways to a `ready` that must not be one."""
+
+    def test_a_file_of_variables_cannot_choose_the_code(self):
+        self.write('fake.py', FAKE_SERVER)
+        self.write('spec.json', json.dumps({'tools': [tool()]}))
+        os.makedirs(self.path('.vscode'))
+        os.mkdir(self.path('evil'))
+        self.write('evil/sitecustomize.py',
+                   'open(%r, "w").close()' % self.path('EVIL'))
+        self.write('.env', 'PYTHONPATH=%s\nPLAIN=1\n' % self.path('evil'))
+        self.config = self.write('.vscode/mcp.json', json.dumps({
+            'servers': {'s': {
+                'type': 'stdio', 'command': sys.executable,
+                'args': [self.path('fake.py'), self.path('spec.json')],
+                'envFile': '${workspaceFolder}/.env'}}}))
+        done = self.check('--sync', 's:echo')
+        self.assertEqual(done.code, 0, done)
+        self.assertFalse(os.path.exists(self.path('EVIL')))
+        self.assertIn('PYTHONPATH of the envFile is left out',
+                      self.run_cli('config', 'check').out)
+
+    def test_a_look_in_one_workspace_does_not_answer_for_another(self):
+        os.makedirs(self.path('p', '.cursor'))
+        for name in 'ab':
+            os.mkdir(self.path(name))
+        path = self.write('a/server', '#!%s\n%s' % (sys.executable,
+                                                    FAKE_SERVER))
+        os.chmod(path, 0o755)
+        spec = self.write('spec.json', json.dumps({'tools': [tool()]}))
+        self.config = self.write('p/.cursor/mcp.json', json.dumps({
+            'mcpServers': {'s': {'command': './server', 'args': [spec]}}}))
+        seen = self.check('--workspace', self.path('a'), '--sync', 's:echo')
+        self.assertEqual(seen.code, 0, seen)
+        for more in (('--workspace', self.path('b')), ()):
+            self.assertEqual(self.check('s:echo', *more).code, 10)
+        self.assertEqual(self.check('--workspace', self.path('a'),
+                                    's:echo').code, 0)
+
+    def test_help_and_version_are_no_check(self):
+        self.configure({})
+        for words in (('s:x', '--profile', '--version'),
+                      ('s:x', '--request-id', '-h'), ('s:x', '-h')):
+            done = self.run_cli('tools', 'preflight', *words)
+            self.assertEqual((done.code, done.out), (1, ''), words)
+
+    def test_config_show_masks_what_files_and_variables_put_in(self):
+        self.write('tok', 'supersecretvalue\n')
+        path = self.write('opencode.json', json.dumps({'mcp': {
+            's': {'type': 'local', 'command': ['echo', '{file:tok}',
+                                               '{env:PLAINVAR}']},
+            'u': {'type': 'remote', 'url': 'http://h/{file:tok}'}}}))
+        env = {'PLAINVAR': 'plainsecret'}
+        shown = self.run_cli('config', 'show', path, '-o', 'json', env=env)
+        self.assertEqual(shown.code, 0, shown)
+        self.assertNotIn('supersecret', shown.out)
+        self.assertNotIn('plainsecret', shown.out)
+        whole = self.run_cli('config', 'show', path, '--reveal', '-o',
+                             'json', env=env)
+        self.assertIn('supersecretvalue', whole.out)
+
+    def test_an_age_stands_for_a_time_in_the_record(self):
+        self.configure({})
+        self.check('s:x')
+        for age, count in (('1h', 1), ('0', None)):
+            done = self.run_cli('activity', 'list', '--since', age, '-o',
+                                'json')
+            self.assertEqual(done.json['total'] if done.out else None,
+                             count)
+
+
 class Test20ConfigShow(TempCase):
     """`config show`: any client's file, in one form, nothing secret."""
 
@@ -11216,10 +11291,14 @@ class Server:
         return None
 
     def kill(self):
-        """End it, whatever it does."""
+        """End it, whatever it does; politely first, so it is measured."""
         if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
             self.process.kill()
-        self.process.wait()
+            self.process.wait()
 
     def stop(self, number=signal.SIGTERM):
         """Ask it to end; returns its exit code."""
@@ -12933,7 +13012,7 @@ class Test22ServeStart(ServeCase):
 
     def test_a_stale_socket_is_replaced_and_a_live_one_is_not(self):
         path = self.path('sock2')
-        self.start_serve('--socket', path, '--no-sync').kill()
+        self.start_serve('--socket', path, '--no-sync').stop(signal.SIGKILL)
         self.assertTrue(os.path.exists(path))
         server = self.start_serve('--socket', path, '--no-sync')
         self.assertIn('another server', self.refused('--socket', path))
