@@ -4265,6 +4265,8 @@ class Store:
 
     def _open(self, path):
         import sqlite3
+        if sys.version_info < (3, 7):   # it encodes to UTF-8 by itself
+            path = os.fsencode(path).decode('utf-8', 'replace')
         con = sqlite3.connect(path, isolation_level=None,
                               timeout=self.busy_ms / 1000)
         try:
@@ -6938,6 +6940,8 @@ def _to_approve(con, config, options, world):
                 elif tools[name].listed and tool_status(
                         tools[name])[0] != APPROVED:
                     found.append((server, tools[name]))
+    if not found:
+        world.tell('nothing awaits approval')
     for server, tool in found:
         name = json.dumps('%s:%s' % (server.name, tool.name))
         if tool.flaw:
@@ -7133,6 +7137,8 @@ def cmd_servers_show(world, options):
         value, by_switch = switched(getattr(server, key), switches.get(key))
         row[key] = value
         row[key + '_by'] = 'switch' if by_switch else 'config'
+    if known.quarantined and not row['quarantined']:
+        row['quarantined'], row['quarantined_by'] = True, 'launch'
     row['why'] = known.disabled or known.quarantined or None
     row['launch'] = launch_text(server)
     row['launch_digest'] = known.launch
@@ -7228,6 +7234,7 @@ def cmd_servers_approve(world, options):
                       if server.quarantined else None)
             save_switch(con, server.name, server.file, 'quarantined', switch)
             _record_server(con, world, server, 'approved')
+    world.tell('next: ' + command_line(world.how, 'sync', server.name))
     return {'server': server.name, 'result': 'approved',
             'carried': carried}
 
@@ -8173,7 +8180,7 @@ class Configs:
                 config.settings, sync_interval=self.sync_ms))
         self.config, self.fault, self.retry_at = config, None, None
         age = self.world.now() - max([0] + [
-            row[0] * 1000 for row in stamp if isinstance(row, tuple)])
+            row[0] // 10 ** 6 for row in stamp if isinstance(row, tuple)])
         if 0 <= age < CLOCK_TICK_MS:
             self.stamp = None   # a second change might look like this one
         self.hosts = frozenset(name.lower() for name in
@@ -9506,12 +9513,6 @@ def run_loop(service, path):
             os.unlink(path)     # and never that of a later server
 
 
-def trim_memory():
-    """Give back what compiling this file took; glibc would keep it."""
-    import ctypes
-    ctypes.CDLL(None).malloc_trim(0)
-
-
 def ready_refs(options):
     """Read --ready ID,ID: Refs; raises UsageError."""
     refs = [parse_id(name) for words in options.ready or ()
@@ -9556,13 +9557,12 @@ def cmd_serve(world, options):
         options.write_log), asyncio.new_event_loop(), configs)
     service.gate.store.connect()
     places = listen(service, sock, context, options.socket and path)
+    if not is_loopback and context is None:
+        service.log.tell('warning: beyond loopback without --tls-cert, keys '
+                         'cross the network in plain text')
     service.log.tell('listening on %s; the key is in %s' % (places, place))
     gc.collect()
     getattr(gc, 'freeze', int)()    # what is here now stays
-    try:
-        trim_memory()
-    except (ImportError, AttributeError, OSError, TypeError):
-        pass                        # it is not glibc
     run_loop(service, options.socket and path)
     raise Interrupted(service.signal)
 
@@ -9868,7 +9868,10 @@ def _find_command(words):
 
 def _decode(word):
     """Read a word as UTF-8, whatever the locale: names are UTF-8."""
-    return os.fsencode(word).decode('utf-8', 'surrogateescape')
+    try:
+        return os.fsencode(word).decode('utf-8', 'surrogateescape')
+    except UnicodeEncodeError:
+        return word             # text already, whatever the locale
 
 
 def _add_globals(parser):
@@ -10110,6 +10113,14 @@ def _url_of(verb, options, env):
     return url
 
 
+def _print_remedies(report):
+    """Tell a log what to do; a terminal is shown it with the table."""
+    for answer in report.answers:
+        remedy = answer.remediation
+        if remedy and not any(remedy in line for line in report.stuck):
+            print_line('%s: %s' % (answer.id, remedy))
+
+
 def run_command(verb, options, stops):
     """Run one command and print what it found; returns the exit code."""
     command, form = COMMANDS[verb], _format_of(options, os.environ)
@@ -10125,6 +10136,8 @@ def run_command(verb, options, stops):
         for line in value.stuck:
             print_line(line)
         print_line('request id: %s' % value.request_id)
+        if form == 'table' and not world.is_terminal:
+            _print_remedies(value)
     if form == 'table':
         text = command.render(value, world.is_terminal)
     else:

@@ -10070,6 +10070,7 @@ for words in commands:
                                  if after[name] != before[name])})
     del caught[:]
 json.dump(told, real)
+real.flush()
 '''
 
 # Prints the modules that a run loads beyond those that the named ones bring.
