@@ -12416,6 +12416,7 @@ class Test22ServeScenarios(ServeCase):
         self.addCleanup(lab.doCleanups)
         before = os.getcwd()
         lab.build()
+        self.addCleanup(lab.wake)       # first, so that its children end
         os.chdir(before)
         self.dir, self.home, self.config = lab.dir, lab.home, lab.config
         self.start_serve()
