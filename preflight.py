@@ -4461,9 +4461,9 @@ def load_names_like(con, server_id, word, limit=150):
     Of the names within 2 of the word's length, those that hold the most of
     its four quarters.
     """
-    row = con.execute(
-        'select group_concat(name, char(0)) from tool where server=? and '
-        'listed=1 and length(name) between ? and ?',
+    row = con.execute(      # the index is shorter to read than the rows
+        'select group_concat(name, char(0)) from tool indexed by tool_name '
+        'where server=? and listed=1 and length(name) between ? and ?',
         (server_id, len(word) - 2, len(word) + 2)).fetchone()
     names = row[0].split('\0') if row[0] else []
     step = max(1, -(-len(word) // 4))

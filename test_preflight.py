@@ -138,6 +138,13 @@ SAFE = {'readOnlyHint': True, 'destructiveHint': False,
         'openWorldHint': False}
 
 
+def quiet_fork():
+    """Fork; what a thread of another test still holds is not used here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore', DeprecationWarning)
+        return os.fork()
+
+
 class Result:
     """What a command left: code, out and err as text."""
 
@@ -5037,7 +5044,7 @@ class WorldCase(TempCase):
         children = []
         for function in functions:
             out, into = os.pipe()
-            pid = os.fork()
+            pid = quiet_fork()
             if not pid:
                 self.run_forked(function, into)
             os.close(into)
@@ -5480,7 +5487,7 @@ class Test15Store(WorldCase):
             with store.write() as con:
                 pf.bump_generation(con)
                 os.kill(os.getpid(), signal.SIGKILL)
-        pid = os.fork()
+        pid = quiet_fork()
         if not pid:
             die()
         os.waitpid(pid, 0)
@@ -13290,8 +13297,13 @@ class ScriptedService(threading.Thread):
         return head.decode(), body.decode()
 
     def close(self):
-        """Stop listening."""
+        """Stop listening, and let the thread end."""
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass                # it is not listening any more
         self.sock.close()
+        self.join(10)
 
 
 def told(*tools, **more):
