@@ -4462,10 +4462,11 @@ def load_names_like(con, server_id, word, limit=150):
     its four quarters.
     """
     row = con.execute(      # the index is shorter to read than the rows
-        'select group_concat(name, char(0)) from tool indexed by tool_name '
-        'where server=? and listed=1 and length(name) between ? and ?',
+        'select group_concat(name, char(31)) from tool indexed by tool_name '
+        'where server=? and listed=1 and length(name) between ? and ? and '
+        'instr(name, char(31))=0',
         (server_id, len(word) - 2, len(word) + 2)).fetchone()
-    names = row[0].split('\0') if row[0] else []
+    names = row[0].split('\x1f') if row[0] else []
     step = max(1, -(-len(word) // 4))
     a, b, c, d = ([word[n:n + step] for n in range(0, len(word), step)]
                   + [''] * 4)[:4]
