@@ -9963,7 +9963,7 @@ def _started_how(options, env):
     for place in env.get('PATH', '').split(os.pathsep):
         path = os.path.join(place, 'python3')
         if os.path.exists(path):
-            if sys.executable and os.path.samefile(path, sys.executable):
+            if os.path.realpath(path) == os.path.realpath(words[0]):
                 words[0] = 'python3'
             break
     home = (options.home or env.get('PREFLIGHT_HOME')

@@ -10995,6 +10995,22 @@ class Test20NotReady(TempCase):
         self.assertEqual(self.check('--workspace', self.path('a'),
                                     's:echo').code, 0)
 
+    def test_a_config_rewritten_with_its_old_size_and_time_is_seen(self):
+        entry = self.serve()
+        self.configure({'s': dict(entry, enabled=True, x=' ')})
+        configs = pf.Configs(self.world(), 0)
+        self.assertTrue(configs.is_settled())
+        self.assertTrue(pf.look_up(configs.current(), 's')[0].enabled)
+        before = os.stat(self.config)
+        with open(self.config, 'r+') as file:
+            text = file.read().replace('true, "x": " "', 'false, "x": ""')
+            file.seek(0)
+            file.write(text)
+        os.utime(self.config, ns=(before.st_atime_ns, before.st_mtime_ns))
+        self.assertEqual(os.stat(self.config).st_size, before.st_size)
+        self.assertTrue(configs.is_settled())
+        self.assertFalse(pf.look_up(configs.current(), 's')[0].enabled)
+
     def test_help_and_version_are_no_check(self):
         self.configure({})
         for words in (('s:x', '--profile', '--version'),
