@@ -20,7 +20,7 @@ this table and holds the file to it. Numbers without a row are free.
    8 wire       MCP without I/O: messages, SSE, HTTP's rules   uses 1-6
    9 trust      seen + approved -> status; what a sync writes  uses 1-6
   10 judge      the gates in order, evaluate, explain          uses 1-6, 9
-  11 lock       definition diffs                               uses 1-6
+  11 lock       lockfile <-> values, definition diffs          uses 1-6
   12 report     values -> table, json, yaml                    uses 1-6, 11
   == below this line the program touches the world ==
   14 world      clock, randomness, environment, files, stops   uses 1-5
@@ -62,7 +62,7 @@ EXIT_BLOCKED = 11
 EXIT_UNKNOWN = 12
 
 HASH_VERSION = 1
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 SECOND_MS = 1000
 MINUTE_MS = 60 * SECOND_MS
@@ -345,6 +345,16 @@ was asked. stuck: sentences about causes that time alone does not cure."""
 Record = namedtuple('Record', 'type source at request_id actor status '
                               'metadata')
 Record.__doc__ = """One audit record before it has a place in the chain."""
+
+Lock = namedtuple('Lock', 'path launches tools')
+Lock.__doc__ = """A lockfile: required tools as they were reviewed.
+
+path: as it was named. launches: server name -> (digest, masked text);
+tools: id -> Locked."""
+
+Locked = namedtuple('Locked', 'version hash hints text')
+Locked.__doc__ = """One locked tool. version, hash: its pin; text: its
+canonical definition, '' in a file without definitions."""
 
 Launch = namedtuple('Launch', 'digest text how at baselined')
 Launch.__doc__ = """A launch known for a server name. baselined: False when
@@ -3631,8 +3641,117 @@ def unique_refs(pairs):
 
 
 # ==========================================================================
-# 11. lock: two definitions side by side
+# 11. lock: lockfiles, and two definitions side by side
 # ==========================================================================
+
+LOCK_VERSION = 1
+LOCK_HINT = 'Restore it from version control, or write it with `tools lock`.'
+
+
+class LockError(ConfigError):
+    """A lockfile is not one, or is damaged: nothing is checked by it."""
+
+    def __init__(self, path, why):
+        super().__init__('lockfile %s: %s' % (path, why), LOCK_HINT)
+
+
+def _lock_table(path, data):
+    """Parse a lockfile's bytes: an object with the three keys it has."""
+    try:
+        text = data.decode('utf-8-sig')
+        table = decode_json(text)
+    except ValueError as exc:
+        why = 'is not JSON: %s' % exc
+        if not data.strip():
+            why = 'is empty'
+        elif re.search(rb'(?m)^(?:<<<<<<<|>>>>>>>)', data):
+            why = 'has the marks of a merge conflict'
+        raise LockError(path, why) from exc
+    refused = find_refused(table)
+    if refused:
+        raise LockError(path, refused)
+    if not is_table(table) or 'lockfileVersion' not in table:
+        raise LockError(path, 'has no lockfileVersion: it is not a lockfile '
+                        'of preflight.py')
+    if table['lockfileVersion'] != LOCK_VERSION:
+        raise LockError(path, 'has lockfileVersion %s, this version reads %d'
+                        % (json.dumps(table['lockfileVersion']),
+                           LOCK_VERSION))
+    for key in ('servers', 'tools'):
+        if not is_table(table.get(key)):
+            raise LockError(path, '%s must be an object' % key)
+    if set(table) != {'lockfileVersion', 'servers', 'tools'}:
+        raise LockError(path, 'has a key it cannot have: %s' % ', '.join(
+            sorted(set(table) - {'lockfileVersion', 'servers', 'tools'})))
+    return table
+
+
+def _locked_launch(path, name, raw):
+    if (not is_table(raw) or set(raw) != {'digest', 'launch'}
+            or not is_text(raw['launch']) or not is_text(raw['digest'])
+            or not re.match(r'[0-9a-f]{64}\Z', raw['digest'])):
+        raise LockError(path, 'servers.%s must be {"digest": 64 hex digits, '
+                        '"launch": text}' % safe_text(name))
+    return raw['digest'], raw['launch']
+
+
+def _locked_tool(path, name, raw):
+    ref, shown = parse_id(name), safe_text(name)
+    if not ref.server or ref.id != '%s:%s' % ref[1:3]:
+        raise LockError(path, 'tools: %s is not an id' % json.dumps(name))
+    if not is_table(raw) or not {'pin', 'hints'} <= set(raw) <= {
+            'pin', 'hints', 'definition'}:
+        raise LockError(path, 'tools.%s must have pin, hints and perhaps '
+                        'definition' % shown)
+    pin = parse_pin(raw['pin']) if is_text(raw['pin']) else None
+    if pin is None:
+        raise LockError(path, 'tools.%s: the pin is not sha256/v<N>:<64 hex '
+                        'digits>' % shown)
+    if not is_table(raw['hints']) or read_hints(raw['hints']) != raw['hints']:
+        raise LockError(path, 'tools.%s: hints must be booleans by the names '
+                        'that MCP gives them' % shown)
+    text = canonical(raw['definition']) if 'definition' in raw else ''
+    if text and sha256(text) != pin[1]:
+        raise LockError(path, 'tools.%s: the definition is not the one that '
+                        'its pin names' % shown)
+    return Locked(pin[0], pin[1], raw['hints'], text)
+
+
+def parse_lock(path, data):
+    """Read a lockfile's bytes into a Lock; raises LockError.
+
+    Whatever is not exactly what render_lock writes is damage: half of a
+    lock must not pass for the whole.
+    """
+    table = _lock_table(path, data)
+    launches = {name: _locked_launch(path, name, raw)
+                for name, raw in table['servers'].items()}
+    tools = {name: _locked_tool(path, name, raw)
+             for name, raw in table['tools'].items()}
+    if not tools:
+        raise LockError(path, 'locks no tool')
+    missing = sorted({parse_id(name).server for name in tools}
+                     - set(launches))
+    if missing:
+        raise LockError(path, 'has no launch of server %s' % ', '.join(
+            safe_text(name) for name in missing))
+    return Lock(path, launches, tools)
+
+
+def render_lock(lock):
+    """Write a Lock as the text of its file: sorted, a fact to a line."""
+    tools = {}
+    for name, tool in lock.tools.items():
+        tools[name] = {'pin': format_hash(tool.version, tool.hash),
+                       'hints': tool.hints}
+        if tool.text:
+            tools[name]['definition'] = json.loads(tool.text)
+    used = {parse_id(name).server for name in tools}
+    servers = {name: {'digest': digest, 'launch': text}
+               for name, (digest, text) in lock.launches.items()
+               if name in used}
+    return json.dumps({'lockfileVersion': LOCK_VERSION, 'servers': servers,
+                       'tools': tools}, indent=2, sort_keys=True) + '\n'
 
 
 def _lines(value):
@@ -4151,6 +4270,18 @@ create index activity_at on activity(at);
 create index activity_request on activity(request_id);
 """
 
+# What makes each later schema from the one before it. A new database runs
+# them all, so that an upgraded one cannot differ from it.
+UPGRADES = (
+    # 2: how often a tool was listed, the last probe, contracts
+    """
+alter table tool add column looks integer not null default 0;
+alter table server add column probe text;
+create table contract(name text primary key, at integer not null,
+  body text not null) without rowid;
+""",
+)
+
 
 def store_error(exc, path):
     """Translate an sqlite3 error into one sentence."""
@@ -4212,6 +4343,18 @@ class Transaction:
             raise store_error(exc, self.store.path) from exc
 
 
+def load_meta(con, key):
+    """Load one value of the meta table, None when it is not there."""
+    row = con.execute('select value from meta where key=?',
+                      (key,)).fetchone()
+    return row[0] if row else None
+
+
+def save_meta(con, key, value):
+    """Save one value of the meta table."""
+    con.execute('insert or replace into meta values(?, ?)', (key, value))
+
+
 class Store:
     """The state of one directory, through one connection.
 
@@ -4246,6 +4389,7 @@ class Store:
                         self._create(self.path + '.new')
             self.inode = os.stat(self.path).st_ino
             self.con = self._open(self.path)
+            self._upgrade()
         except sqlite3.Error as exc:
             raise store_error(exc, self.path) from exc
         except OSError as exc:
@@ -4291,7 +4435,7 @@ class Store:
         con = self._open(fresh)
         try:
             con.execute('begin immediate')
-            for statement in SCHEMA.split(';'):
+            for statement in ';'.join((SCHEMA,) + UPGRADES).split(';'):
                 con.execute(statement)
             con.executemany('insert into meta values(?, ?)', (
                 ('schema', SCHEMA_VERSION), ('generation', 0)))
@@ -4315,16 +4459,38 @@ class Store:
         except OSError:
             return True
 
+    def _is_older(self):
+        version = load_meta(self.con, 'schema')
+        return isinstance(version, int) and 0 < version < SCHEMA_VERSION
+
+    def _upgrade(self):
+        """Bring a database of an earlier version up, all or nothing.
+
+        Whoever comes second under the lock finds it done.
+        """
+        if not self._is_older():
+            return
+        with self.lock:
+            self.con.execute('begin immediate')
+            try:
+                steps = UPGRADES[load_meta(self.con, 'schema') - 1:]
+                for statement in ';'.join(steps).split(';'):
+                    self.con.execute(statement)
+                save_meta(self.con, 'schema', SCHEMA_VERSION)
+                self.con.execute('commit')
+            finally:
+                if self.con.in_transaction:
+                    self.con.execute('rollback')
+
     def check_schema(self):
         """Refuse a database that another version of this file made."""
         if self.is_checked:
             return
-        row = self.con.execute("select value from meta where key='schema'"
-                               ).fetchone()
-        if row is None or row[0] != SCHEMA_VERSION:
+        version = load_meta(self.con, 'schema')
+        if version != SCHEMA_VERSION:
             raise StoreError('the state database %s has schema %s, this '
                              'version reads %d' % (
-                                 self.path, row and row[0], SCHEMA_VERSION),
+                                 self.path, version, SCHEMA_VERSION),
                              'Use the newer preflight.py, or another --home.')
         self.is_checked = True
 
@@ -4436,10 +4602,10 @@ def load_definition(con, digest):
 
 
 def load_changes(con, server_id, name):
-    """Load how often a tool's definition moved between two looks."""
-    row = con.execute('select changes from tool where server=? and name=?',
-                      (server_id, name)).fetchone()
-    return row[0] if row else 0
+    """Load how often a tool's definition moved between two looks, and how
+    many looks have listed it: (changes, looks)."""
+    return con.execute('select changes, looks from tool where server=? and '
+                       'name=?', (server_id, name)).fetchone() or (0, 0)
 
 
 def load_listed_names(con, server_id, limit):
@@ -4486,6 +4652,40 @@ def load_homes_of(con, tool, limit=200):
         'select s.name, s.file from tool t join server s on s.id=t.server '
         'where t.name=? and t.listed=1 order by s.name limit ?',
         (tool, limit)).fetchall()
+
+
+def load_probe(con, name, file):
+    """Load the last health probe of a server: a dict, or None."""
+    row = con.execute('select probe from server where name=? and file=?',
+                      (name, key_text(file))).fetchone()
+    return json.loads(row[0]) if row and row[0] else None
+
+
+def save_probe(con, name, file, value):
+    """Save the last health probe (a JSON value) of a server seen before."""
+    con.execute('update server set probe=? where name=? and file=?',
+                (compact_json(value), name, key_text(file)))
+    bump_generation(con)
+
+
+def save_contract(con, name, at, body):
+    """Register what an automation needs: a JSON text under its name."""
+    con.execute('insert or replace into contract values(?, ?, ?)',
+                (name, at, body))
+    bump_generation(con)
+
+
+def load_contracts(con):
+    """Load all contracts by name: (name, instant, JSON text) each."""
+    return con.execute('select name, at, body from contract order by name'
+                       ).fetchall()
+
+
+def delete_contract(con, name):
+    """Remove a contract; tells whether there was one."""
+    bump_generation(con)
+    return con.execute('delete from contract where name=?',
+                       (name,)).rowcount > 0
 
 
 def take_lease(con, name, file, lease):
@@ -4535,12 +4735,13 @@ def save_tools(con, server_id, rows, gone, now):
                  'hints': canonical(tool.hints), 'flaw': tool.flaw,
                  'server': server_id, 'name': tool.name}
         done = con.execute(
-            'update tool set changes=changes+(hash<>:hash), listed=1, '
-            'hash=:hash, version=:version, hints=:hints, flaw=:flaw, '
-            'last_seen=:now where server=:server and name=:name', given)
+            'update tool set looks=looks+1, changes=changes+(hash<>:hash), '
+            'listed=1, hash=:hash, version=:version, hints=:hints, '
+            'flaw=:flaw, last_seen=:now where server=:server and '
+            'name=:name', given)
         if not done.rowcount:
             con.execute('insert into tool values(:server, :name, 1, :hash, '
-                        ':version, :hints, :flaw, 0, :now, :now)', given)
+                        ':version, :hints, :flaw, 0, :now, :now, 1)', given)
 
 
 def forget_list(con, server_id):
@@ -4636,18 +4837,6 @@ def delete_token(con, name):
     """Remove a token; tells whether there was one."""
     return con.execute('delete from token where name=?',
                        (name,)).rowcount > 0
-
-
-def load_meta(con, key):
-    """Load one value of the meta table, None when it is not there."""
-    row = con.execute('select value from meta where key=?',
-                      (key,)).fetchone()
-    return row[0] if row else None
-
-
-def save_meta(con, key, value):
-    """Save one value of the meta table."""
-    con.execute('insert or replace into meta values(?, ?)', (key, value))
 
 
 def data_version(con):
@@ -6884,7 +7073,8 @@ def cmd_tools_show(world, options):
         row['approved_at'] = (format_time(tool.approved.at)
                               if tool.approved else None)
         row['approved_how'] = tool.approved.how if tool.approved else None
-        row['changes'] = load_changes(con, row_id, tool.name)
+        row['changes'], row['looks'] = load_changes(con, row_id,
+                                                    tool.name)
         text = load_definition(con, tool.hash)
         row['definition'] = json.loads(text) if text else None
         row['pin'] = ('--pin ' + shell_word('%s=%s' % (
