@@ -9808,10 +9808,13 @@ class Stops(list):
             raise Interrupted(number)
 
 
-Command = namedtuple('Command', 'run options render exit_of takes about')
+Command = namedtuple('Command', 'run options render exit_of takes about '
+                                'more')
+Command.__new__.__defaults__ = ('',)
 Command.__doc__ = """One row of the command table. run(world, options) ->
 value; options: rows for add_argument; render(value, is_terminal) -> text;
-exit_of(value) -> code; takes: what follows the words; about: help."""
+exit_of(value) -> code; takes: what follows the words; about: its line of
+help; more: a paragraph for its own --help."""
 
 
 def _flag(name, about):
@@ -10050,6 +10053,11 @@ def _find_command(words):
     if words[0][:1] == '-':
         raise UsageError('unknown option %s before the command' % words[0],
                          "A command's own options stand after it.")
+    group = [verb[1] for verb in COMMANDS if verb[:-1] == (words[0],)]
+    if group and (len(words) < 2 or words[1][:1] == '-'):
+        raise UsageError('%s needs a command behind it: %s' % (
+            words[0], ', '.join(group)),
+            'See: preflight.py %s --help' % words[0])
     asked = ' '.join(word for word in words[:2] if word[:1] != '-')
     near = rank_nearest(asked, [' '.join(verb) for verb in COMMANDS], 1)
     raise UsageError('unknown command %s%s' % (
@@ -10092,7 +10100,7 @@ def parse_argv(argv):
     if seen.version and rest:
         raise UsageError('--version stands without a command')
     if seen.version or seen.help and rest in groups:
-        return (), seen
+        return tuple(rest), seen
     verb = _find_command(rest)
     if seen.help and (len(rest) > len(verb) or after):
         raise UsageError('--help stands alone behind a command',
@@ -10118,15 +10126,22 @@ def parse_argv(argv):
 
 def _help_text(verb, options):
     import textwrap
+    lines = ''.join('  %-20s %s\n' % (' '.join(words), row.about)
+                    for words, row in COMMANDS.items()
+                    if words[:len(verb)] == verb)
     if not verb:
-        lines = ''.join('  %-20s %s\n' % (' '.join(words), row.about)
-                        for words, row in COMMANDS.items())
         return OVERVIEW % (lines, textwrap.fill(
             ', '.join(sorted(DIALECTS)), 79, initial_indent=' ' * 21,
             subsequent_indent=' ' * 21, break_on_hyphens=False))
+    if verb not in COMMANDS:
+        return ('usage: preflight.py %s COMMAND ...\n\ncommands:\n%s\n'
+                'options of a command: preflight.py %s COMMAND --help\n'
+                % (verb[0], lines, verb[0]))
     row = COMMANDS[verb]
     text = 'usage: preflight.py %s [options] %s\n\n%s\n' % (
         ' '.join(verb), row.takes, row.about)
+    if row.more:
+        text += '\n' + textwrap.fill(row.more, 79) + '\n'
     if row.options:
         text += '\n' + options.usage.split('\n\n', 1)[1]
     return text + '\nglobal options: see preflight.py --help\n'

@@ -10235,7 +10235,7 @@ PIN_X = 'sha256/v1:' + 'f' * 64
 # What the words are -> what stderr says. Each is exit 1, stdout is empty.
 USAGE = (
     ('', 'no command was given'),
-    ('tools', 'unknown command "tools"'),
+    ('tools', 'tools needs a command behind it'),
     ('tools preflite s:x', 'did you mean tools preflight?'),
     ('tool list', 'did you mean tools list?'),
     ('synk', 'did you mean sync?'),
@@ -10580,13 +10580,31 @@ class Test23Cli(CliCase):
                     self.assertLess(max(map(len, done.out.split('\n'))), 80)
 
     def test_help_without_a_command_lists_them_all(self):
-        for words in ('-h',), ('--help',), ('tools', '-h'), (
-                '-h', 'activity'):
+        for words in ('-h',), ('--help',):
             done = self.bare(*words)
             self.assertEqual((done.code, done.err), (0, ''))
             for verb in pf.COMMANDS:
                 self.assertIn('  ' + ' '.join(verb), done.out)
             self.assertLess(max(map(len, done.out.split('\n'))), 80)
+
+    def test_help_of_a_group_lists_its_commands_alone(self):
+        groups = {verb[0] for verb in pf.COMMANDS if len(verb) > 1}
+        for group in groups:
+            for words in (group, '-h'), ('--help', group):
+                with self.subTest(words):
+                    done = self.bare(*words)
+                    self.assertEqual((done.code, done.err), (0, ''))
+                    listed = {tuple(line.split()[:2]) for line
+                              in done.out.split('\n') if line[:2] == '  '}
+                    self.assertEqual(listed, {
+                        verb for verb in pf.COMMANDS if verb[0] == group})
+
+    def test_a_group_alone_names_its_commands(self):
+        for words in ('profiles',), ('profiles', '--pin', 'a=b'):
+            done = self.bare(*words)
+            self.assertEqual((done.code, done.out), (1, ''))
+            self.assertIn('profiles needs a command behind it: list',
+                          done.err)
 
     def test_an_internal_error_is_one_line_and_exit_1(self):
         self.configure({})
@@ -13803,7 +13821,8 @@ class TestLayout(unittest.TestCase):
                            and child in node.orelse)
                 deeper = isinstance(child, kinds) and not is_elif
                 if depth + deeper > 4:
-                    faults.append('%s, line %d' % (name, child.lineno))
+                    faults.append('%s, line %d' % (
+                        name, getattr(child, 'lineno', node.lineno)))
                 depth_of(child, depth + deeper, name)
         for name, _, node in self.program.functions():
             depth_of(node, 0, name)
