@@ -8636,7 +8636,8 @@ class Events:
     """GET /events: a change of a server's or tool's readiness.
 
     Each event but a passing of time carries the place of the audit record
-    behind it as its id, so Last-Event-ID resumes, over a restart too.
+    behind it as its id, so Last-Event-ID resumes, over a restart too. Where
+    it cannot, `event: reset` tells the reader to ask for all again.
     """
 
     def __init__(self, service):
@@ -8658,13 +8659,15 @@ class Events:
         with service.gate.store.read() as con:
             head = load_last_record(con)[0]
             since = int(last) if re.match(r'[0-9]{1,15}\Z', last) else head
-            since = min(since, head)
+            reset = b''
+            if self._has_gap(con, since, head):
+                since, reset = head, b'event: reset\ndata: {}\n\n'
             if not self.peers:
                 self.seen, self.states = head, service.states(con, config)
             peer.is_stream, peer.deadline = True, None
             peer.transport.write(encode_response(Response(
                 200, None, 'text/event-stream', ()), request.id, True)
-                + b': ready\nid: %d\n\n' % since)
+                + b': ready\nid: %d\n\n' % since + reset)
             self.peers[peer] = [who, peer.clock()]
             self._send([peer], con, config, self._since(con, since))
         service.log.request(peer, request, 200, who)
@@ -8672,6 +8675,14 @@ class Events:
         if not self.is_running:
             self.is_running = True
             service.loop.call_later(TICK_S, self._tick)
+
+    def _has_gap(self, con, since, head):
+        """Tell whether a stream cannot be resumed whole: its place is not
+        in this log (yet, or any more), or too far back."""
+        oldest = load_oldest(con, 1)
+        return (since > head or bool(oldest) and since < oldest[0][0] - 1
+                or len(find_changes(con, since, MAX_REPLAY + 1))
+                > MAX_REPLAY)
 
     def _since(self, con, after):
         """List what changed after a record: (its place, kind, name)."""
@@ -9039,7 +9050,9 @@ OPENAPI = r"""{"openapi": "3.0.3",
 "/events": {"get": {"summary": "Server-Sent Events: changes of readiness.",
   "parameters": [{"name": "Last-Event-ID", "in": "header",
     "schema": {"type": "string"}}],
-  "responses": {"200": {"description": "A stream.", "content": {
+  "responses": {"200": {
+    "description": "A stream: server, tool; reset: ask for all again.",
+    "content": {
       "text/event-stream": {"schema": {"type": "string"}}}}}}}},
 "components": {
 "securitySchemes": {

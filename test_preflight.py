@@ -12885,6 +12885,22 @@ class Test22ServeAround(ServeCase):
         self.assertEqual(found[1][0], found[2][0])
         last = self.listen(Last_Event_ID='999999999')
         self.assertEqual(last.first, self.listen(Last_Event_ID='x').first)
+        self.assertEqual(self.event(last)[1:], ('reset', {}))
+
+    def test_a_stream_that_cannot_be_resumed_whole_says_so(self):
+        self.start_serve(patch='pf.MAX_REPLAY = 2')
+        first = self.listen().first
+        for action in 'block', 'unblock':
+            self.cli('tools', action, 's:echo')
+        self.assertEqual(self.event(self.listen(Last_Event_ID=first))[1],
+                         'tool')
+        self.cli('tools', 'unblock', 's:echo')
+        late = self.listen(Last_Event_ID=first)
+        self.assertEqual(self.event(late)[1:], ('reset', {}))
+        self.assertEqual(int(late.first), int(first) + 3)
+        self.cli('activity', 'prune', '--older-than', '0s')
+        self.assertEqual(self.event(self.listen(Last_Event_ID=first))[1:],
+                         ('reset', {}))
 
     def test_growing_stale_is_an_event_without_an_id(self):
         servers = dict(self.servers, s=dict(self.servers['s'],
