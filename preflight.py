@@ -28,7 +28,8 @@ this table and holds the file to it. Numbers without a row are free.
   16 audit      append, chain, verify, prune                   uses 1-6, 14-15
   17 links      carry bytes: a child's stdio, HTTP, TLS        uses 1-2, 5, 14
   18 sync       observe servers, record what was seen          uses 1-9, 14-17
-  20 commands   one function per use case, returns a value     uses 1-12, 14-18
+  19 health     is a server up, is the API behind it up        uses 1-10, 14-18
+  20 commands   one function per use case, returns a value     uses 1-12, 14-19
   22 serve      the loop: request -> answer; tiers, waits      uses 1-20
   23 cli        argparse, dispatch, streams, exit code         uses all
 """
@@ -84,6 +85,10 @@ QUIET_MS = 150                  # after a list_changed, before listing again
 RETRY_MS = 1000                 # before a cut event stream is resumed
 ENDPOINT_MS = 5 * SECOND_MS     # for the first event of HTTP+SSE
 METADATA_MS = 5 * SECOND_MS     # to learn who signs in
+PROBE_CONNECT_MS = 5 * SECOND_MS
+PROBE_TOTAL_MS = 8 * SECOND_MS  # of one request to an API, answer and all
+ENGINE_MS = 3 * SECOND_MS       # for docker to stop, or remove, one
+NOTIFY_MS = 30 * SECOND_MS      # for the command of sync --notify
 COMMIT_PAUSE_MS = 5             # so that a sync never starves the gate
 
 MAX_IDS = 100
@@ -97,12 +102,15 @@ MAX_NOISE_BYTES = 1 << 20
 MAX_NOISE_LINES = 1000
 MAX_CONFIG_BYTES = 16 << 20
 MAX_NAMED_BYTES = 1 << 20       # of a file that a config refers to
+MAX_LOCK_BYTES = 64 << 20
 STDERR_TAIL_BYTES = 8 << 10
+PROBE_BODY_BYTES = 64 << 10     # enough of an answer to tell what it is
 
 HINTS = ('readOnlyHint', 'destructiveHint', 'idempotentHint',
          'openWorldHint')
 # The definition's members that are hashed, besides "v" (contract 10).
 HASHED = ('name', 'title', 'description', 'inputSchema', 'outputSchema')
+IGNORABLE = HASHED[1:]          # what ignore_changes may name
 
 # MCP revisions that are opened by a handshake, newest first, and the
 # stateless ones. They are names: never compare them as text.
@@ -155,6 +163,7 @@ class UpstreamError(PreflightError):
     """A server did not do what MCP asks; cause is one of contract 9."""
 
     http_status = 502
+    is_listing = False      # it failed at the list, once connected
 
     def __init__(self, cause, message):
         super().__init__(message)
@@ -257,16 +266,21 @@ None removes. allow: names or None for all. deny: names. max_age: or None.
 overlaid: 'env.X' and 'headers.X' that an overlay set (our expansion rules).
 extra: what some clients know beside: env_file, env_vars (names to hand
 down), env_headers (header -> variable), bearer (a variable), inputs, lacks
-(what a recipe needs), required, waits (the time-outs that the file sets).
+(what a recipe needs), required, waits (the time-outs that the file sets),
+allow and deny ((key, file) of what set the list), shown (patterns of names),
+hidden (pattern of server_tool -> file).
 """
 
 Config = namedtuple('Config', 'files entries skipped profiles settings '
-                              'warnings')
+                              'warnings lock')
+Config.__new__.__defaults__ = (None,)
 Config.__doc__ = """What the config files say together.
 
-files: paths as given, in order. entries: name -> Entry, built on demand by
-server_of. skipped: name -> why. profiles: name -> list of server names.
-settings: our top-level keys, defaults filled in. warnings: sentences.
+files: paths as given, in order, then those that they name. entries: name
+-> Entry, read by look_up. skipped: name -> why. profiles: name -> list of
+server names. settings: our top-level keys, defaults filled in. warnings:
+sentences.
+lock: the Lock that holds the approvals, None where the state does.
 """
 
 Definition = namedtuple('Definition', 'name hash text hints flaw')
@@ -277,11 +291,17 @@ the booleans given. flaw: why it may not be trusted, '' if it may.
 """
 
 Tool = namedtuple('Tool', 'server name listed hash version hints flaw '
-                          'approved blocked_at first_seen last_seen')
+                          'approved blocked_at first_seen last_seen moves '
+                          'differs ignored')
+Tool.__new__.__defaults__ = ((0, 0), (), ())
 Tool.__doc__ = """What the state knows of one tool, at one instant.
 
 listed: in the last good list. hash, version, hints, flaw: as last listed.
 approved: Approval or None. blocked_at: instant of `tools block` or None.
+moves: (how often its definition moved, in how many of the last looks).
+differs: fields in which it is not the approved one, named only where
+ignore_changes or a text that never rests asks for it. ignored: the same,
+where ignore_changes covers all of them.
 """
 
 Approval = namedtuple('Approval', 'hash version hints at how')
@@ -301,12 +321,14 @@ of the credential that the config sends, None if it does not say.
 """
 
 Known = namedtuple('Known', 'server skipped disabled quarantined connection '
-                            'launch launch_note')
+                            'launch launch_note lock')
+Known.__new__.__defaults__ = (None,)
 Known.__doc__ = """One server at one instant, as the gates see it.
 
 server: Server, or None when the config has none; skipped then says why, if
 an entry was there. disabled, quarantined: the fact, '' when it is not so.
-connection: Connection under the configured launch, or None.
+connection: Connection under the configured launch, or None. lock: the Lock
+that holds the approvals, None where the state does.
 """
 
 Caller = namedtuple('Caller', 'tier actor profile servers')
@@ -318,12 +340,13 @@ Ref.__doc__ = """One required tool: the trimmed text, its halves ('' both
 when it is malformed) and the pin asked for, '' for none."""
 
 Question = namedtuple('Question', 'refs caller filters now settings how '
-                                  'places horizon')
-Question.__new__.__defaults__ = (0,)
+                                  'places horizon lock')
+Question.__new__.__defaults__ = (0, None)
 Question.__doc__ = """One check. filters: names that are on. settings: as in
 Config. how: the command that started this run, which remedies repeat.
 places: the state directory and config files, in words. horizon: for so long
-a credential must still be good."""
+a credential must still be good. lock: the Lock that was asked for, whose
+launches and hints must hold beside the state; None without one."""
 
 Case = namedtuple('Case', 'ref known tool question')
 Case.__doc__ = """What one gate looks at: a ref, its server, its tool."""
@@ -355,6 +378,15 @@ tools: id -> Locked."""
 Locked = namedtuple('Locked', 'version hash hints text')
 Locked.__doc__ = """One locked tool. version, hash: its pin; text: its
 canonical definition, '' in a file without definitions."""
+
+Contract = namedtuple('Contract', 'name at needs lock path files held told')
+Contract.__doc__ = """What an automation needs, as `contract add` was told.
+
+needs: [id, pin] pairs. lock: text of a lockfile, read from path, '' both
+without one. files: real paths of the config files it is for. held: id ->
+what is wrong with it, as far as syncs have told; told: the same, as far as
+a --notify has delivered it. A fault is a dict of event, reason, detail.
+"""
 
 Launch = namedtuple('Launch', 'digest text how at baselined')
 Launch.__doc__ = """A launch known for a server name. baselined: False when
@@ -614,6 +646,138 @@ def plural(count, noun):
     return '%d %s%s' % (count, noun, '' if count == 1 else 's')
 
 
+# What a reviewer would not see as it is, beside UNSAFE: by category, drawn
+# as nothing or as a blank, or drawn like an ASCII character.
+UNSEEN = ('Cc', 'Cf', 'Cs', 'Co', 'Cn', 'Zs', 'Zl', 'Zp')
+DISGUISED = ('[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164'
+             '\ufe00-\ufe0f\uffa0\u0251\u0261\u2044\u2215\u2236\ua789'
+             '\U000e0100-\U000e01ef]')
+# A word is of one of these; letters of another in it are there to mislead.
+ALPHABETS = ('LATIN', 'CYRILLIC', 'GREEK', 'ARMENIAN', 'CHEROKEE', 'COPTIC',
+             'LISU')
+# Greek letters that stand beside Latin ones as symbols, and look like none.
+SYMBOLS = ('[\u0393\u0394\u0398\u039b\u039e\u03a0\u03a3\u03a6\u03a8\u03a9'
+           '\u03b2\u03b4-\u03b6\u03b8\u03bb\u03bc\u03be\u03c0\u03c3\u03c6'
+           '\u03c8\u03c9]')
+# Letters that look like Latin ones: a word of nothing else passes for one.
+TWINS = {'CYRILLIC': '[\u0430\u0441\u0435\u043e\u0440\u0445\u0443\u0456'
+                     '\u0458\u0455\u04bb\u0501\u051b\u051d\u0410\u0412'
+                     '\u0415\u041a\u041c\u041d\u041e\u0420\u0421\u0422'
+                     '\u0423\u0425\u0405\u0406\u0408]+\\Z',
+         'GREEK': '[\u03b1\u03b9\u03ba\u03bd\u03bf\u03c1\u03c5\u03c7'
+                  '\u0391\u0392\u0395\u0396\u0397\u0399\u039a\u039c\u039d'
+                  '\u039f\u03a1\u03a4\u03a5\u03a7]+\\Z'}
+# A sign and the one selector that asks for its picture, as in a warning.
+EMOJI = '[\u2000-\u3300\U0001f000-\U0001faff]\ufe0f'
+MAX_NOTES = 12
+
+
+def _is_disguised(char):
+    """Tell whether a character cannot be seen, or looks like another."""
+    import unicodedata
+    kind = unicodedata.category(char)
+    if kind in UNSEEN or re.match(DISGUISED, char):
+        return True
+    plain = unicodedata.normalize('NFKC', char)
+    is_plain = char > '\xff' and kind != 'No' and re.match('[!-~]\\Z', plain)
+    # Fullwidth commas and the like are how Chinese is written.
+    return bool(is_plain) and (plain.isalnum()
+                               or not '\uff00' <= char <= '\uffef')
+
+
+def _alphabets(word):
+    """Sort the places of a word's letters by their alphabet."""
+    import unicodedata
+    found = {}
+    for place, char in enumerate(word):
+        name = unicodedata.name(char, '').split(' ')[0]
+        if name in ALPHABETS and not re.match(SYMBOLS, char):
+            found.setdefault(name, []).append(place)
+    return found
+
+
+def _misleading_letters(text):
+    """Find letters that stand in a word of another alphabet, and words
+    that could be Latin, where nothing else is written in theirs."""
+    places, twins, honest = [], [], set()
+    for hit in re.finditer(r'\w+', text):
+        if not re.search('[^\0-\x7f]', hit.group()):
+            continue
+        found = _alphabets(hit.group())
+        own = 'LATIN' if 'LATIN' in found else max(
+            found, key=lambda name: len(found[name]), default='')
+        places += [hit.start() + place for name in found if name != own
+                   for place in found[name]]
+        if own in TWINS:
+            if re.match(TWINS[own], hit.group()):
+                twins.append((own, hit))
+            else:
+                honest.add(own)
+    if re.search('[A-Za-z]', text):
+        for own, hit in twins:
+            if own not in honest:
+                places += range(*hit.span())
+    return places
+
+
+def odd_places(text):
+    """Find the characters of a text that hide or mislead: their places.
+
+    Controls, what is not drawn, white space other than a plain blank, and
+    letters that look like those of another alphabet.
+    """
+    found = {hit.start() for hit in re.finditer(EMOJI + '|[^\x20-\x7e]',
+                                                text)
+             if len(hit.group()) == 1 and _is_disguised(hit.group())}
+    return found.union(_misleading_letters(text))
+
+
+def reveal(text):
+    """Make foreign text fit to be judged: what hides or misleads in it
+    stands as an escape."""
+    odd = odd_places(text)
+    return re.sub('[^\x20-\x7e]', lambda hit: escape_char(hit)
+                  if hit.start() in odd else hit.group(), text)
+
+
+CONTROL_NAMES = {
+    '\0': 'NULL', '\a': 'BELL', '\b': 'BACKSPACE', '\t': 'TAB',
+    '\r': 'CARRIAGE RETURN', '\x1b': 'ESCAPE', '\x7f': 'DELETE'}
+UNNAMED = {'Cc': 'CONTROL CHARACTER', 'Co': 'PRIVATE USE',
+           'Cs': 'LONE SURROGATE'}
+
+
+def _odd_note(char, count, near):
+    import unicodedata
+    name = unicodedata.name(char, '') or CONTROL_NAMES.get(
+        char, UNNAMED.get(unicodedata.category(char), 'UNASSIGNED'))
+    return '%s %s, %s, near "%s"' % (
+        re.sub('(?s).', escape_char, char), name, 'once' if count == 1
+        else '%d times' % count, near)
+
+
+def odd_notes(text):
+    """Name the characters of a text that hide or mislead, a line each."""
+    counts, near, spelt = {}, {}, ''
+    for line in text.split('\n'):
+        for place in sorted(odd_places(line)):
+            char = line[place]
+            if '\U000e0000' <= char <= '\U000e007f':
+                spelt += chr(ord(char) - 0xe0000)
+                continue
+            counts[char] = counts.get(char, 0) + 1
+            near.setdefault(char, reveal(line[max(0, place - 12):
+                                              place + 13]))
+    notes = [_odd_note(char, count, near[char])
+             for char, count in list(counts.items())[:MAX_NOTES]]
+    if len(counts) > MAX_NOTES:
+        notes.append('and %d more' % (len(counts) - MAX_NOTES))
+    if spelt:
+        notes.append('%s, which nobody sees and a model reads: "%s"' % (
+            plural(len(spelt), 'tag character'), reveal(spelt)))
+    return notes
+
+
 def _mask_query(found):
     return found.group(1) + ('?***' if found.group(2) else '')
 
@@ -678,14 +842,88 @@ MASKS = (
 )
 
 
-def redact(text, secrets=()):
-    """Mask what looks like a credential, and the values that are ones."""
+def mask_values(text, secrets):
+    """Mask the values that are credentials."""
     for value in sorted(secrets, key=len, reverse=True):
         if len(value) >= 4:
             text = text.replace(value, '***')
+    return text
+
+
+def redact(text, secrets=()):
+    """Mask what looks like a credential, and the values that are ones."""
+    text = mask_values(text, secrets)
     for pattern, mask in MASKS:
         text = re.sub(pattern, mask, text)
     return text
+
+
+ContainerRun = namedtuple('ContainerRun', 'engine at options image')
+ContainerRun.__doc__ = """A command line that starts a container.
+
+engine: docker, podman or nerdctl. at: index behind the word run. options:
+letter or long name -> value, True where it takes none. image: the first word
+that is no option, '' without one.
+"""
+ENGINE = r'(?i)(?:.*[/\\])?(docker|podman|podman-remote|nerdctl)(?:\.exe)?\Z'
+# Options before `run`, and behind it, that take no word of their own.
+ENGINE_FLAGS = frozenset(
+    '-D --debug --tls --tlsverify -r --remote --noout --syslog --trace '
+    '--transient-store --debug-full --insecure-registry '
+    '--experimental'.split())
+RUN_FLAGS = frozenset(
+    'detach disable-content-trust env-host help http-proxy init interactive '
+    'no-healthcheck no-hostname no-hosts oom-kill-disable passwd privileged '
+    'publish-all quiet read-only read-only-tmpfs replace rm rmi rootfs '
+    'sig-proxy tls-verify tty unsetenv-all use-api-socket'.split())
+RUN_LETTERS = 'diPqt'           # short ones that take no word
+
+
+def _run_option(word, after):
+    """Read one option of `run`: ({name: value}, took it the word after)."""
+    if word[:2] == '--':
+        name, equals, value = word[2:].partition('=')
+        if equals or name in RUN_FLAGS:
+            return {name: value if equals else True}, False
+        return {name: after}, not re.match('--?[A-Za-z]', after)
+    found, letters = {}, word[1:]
+    for n, letter in enumerate(letters):
+        rest = letters[n + 1:]
+        if rest[:1] == '=' or letter not in RUN_LETTERS:
+            found[letter] = rest.lstrip('=') or after
+            return found, not rest
+        found[letter] = True
+    return found, False
+
+
+def container_of(argv):
+    """Read a `docker run` or its like: a ContainerRun, None for all else."""
+    engine, at = re.match(ENGINE, argv[0]), 1
+    while at < len(argv) and argv[at][:1] == '-':
+        word = argv[at]
+        is_alone = ('=' in word or word in ENGINE_FLAGS
+                    or word[1:2] != '-' and len(word) > 2)
+        at += 1 if is_alone else 2
+    at += argv[at:at + 1] == ['container']
+    if not engine or argv[at:at + 1] != ['run']:
+        return None
+    options, at, start = {}, at + 1, at + 1
+    while at < len(argv) and len(argv[at]) > 1 and argv[at][0] == '-':
+        word, after = argv[at], ''.join(argv[at + 1:at + 2])
+        at += 1
+        if word == '--':
+            break
+        found, is_taken = _run_option(word, after)
+        options.update(found)
+        at += is_taken
+    return ContainerRun(engine.group(1).lower(), start, options,
+                        ''.join(argv[at:at + 1]))
+
+
+def is_interactive(run):
+    """Tell whether a container reads what is sent to it (-i)."""
+    said = run.options.get('i', run.options.get('interactive'))
+    return said is True or str(said).lower() in ('1', 't', 'true')
 
 
 # ==========================================================================
@@ -754,6 +992,34 @@ def definition_text(tool):
     body = {key: tool[key] for key in HASHED if tool.get(key) is not None}
     body['v'] = HASH_VERSION
     return canonical(body)
+
+
+def rehash(digest, text):
+    """Hash a stored definition of an earlier hash version anew.
+
+    Returns (hash, text) as a look of today would give them, None where the
+    text is not the one that was hashed.
+    """
+    try:
+        is_same = is_text(text) and sha256(text) == digest
+        tool = decode_json(text) if is_same else None
+    except ValueError:
+        return None
+    if not is_table(tool) or find_refused(tool):
+        return None
+    text = definition_text(tool)
+    return sha256(text), text
+
+
+def changed_fields(old, new):
+    """Name the hashed members in which two canonical texts differ.
+
+    '' is a definition that has none. Compared as they are hashed: in
+    Python 1 == True.
+    """
+    before, after = (json.loads(text) if text else {} for text in (old, new))
+    return tuple(field for field in HASHED if canonical(
+        before.get(field)) != canonical(after.get(field)))
 
 
 def read_hints(annotations):
@@ -853,6 +1119,44 @@ def launch_text(server):
     if server.cwd:
         extra.insert(0, 'cwd=%s' % server.cwd)
     return text + (' [%s]' % ' '.join(extra) if extra else '')
+
+
+def glob_matches(pattern, text):
+    """Match a text whole with a pattern of * and ?, in linear time."""
+    pieces = [re.escape(piece).replace(r'\?', '.')
+              for piece in pattern.split('*')]
+    pieces[-1] += r'\Z'
+    at = 0
+    for n, piece in enumerate(pieces):
+        known = re.compile(piece, re.DOTALL)
+        found = known.search(text, at) if n else known.match(text)
+        if not found:
+            return False
+        at = found.end()
+    return True
+
+
+def denied_by(server, tool):
+    """Tell what in a config keeps a tool out, None if nothing does.
+
+    Gives (key, file, what the key does with the tool). OpenCode's patterns
+    are of the names that it shows a model: server_tool.
+    """
+    extra, shown = server.extra, server.extra.get('shown')
+    if server.allow is not None and tool not in server.allow or (
+            shown is not None and not any(
+                glob_matches(pattern, tool) for pattern in shown)):
+        return extra.get('allow', ('enabled_tools', server.file)) + (
+            'does not name',)
+    if tool in server.deny:
+        return extra.get('deny', ('disabled_tools', server.file)) + (
+            'names',)
+    for pattern, file in extra.get('hidden', {}).items():
+        full = '%s_%s' % (server.name, tool)
+        if glob_matches(pattern, full) or glob_matches(
+                pattern, re.sub('[^A-Za-z0-9_-]', '_', full)):
+            return 'tools[%s]' % json.dumps(pattern), file, 'hides'
+    return None
 
 
 # ==========================================================================
@@ -1170,10 +1474,39 @@ def one_of(*words):
     return is_one
 
 
+def is_http_url(value):
+    """Claim that a value is an HTTP URL."""
+    try:
+        return is_text(value) and bool(origin_of(value))
+    except ValueError:
+        return False
+
+
+def is_variable(value):
+    """Claim that a value is the name of a variable."""
+    return is_text(value) and bool(re.match(r'[A-Za-z_][A-Za-z0-9_]*\Z',
+                                            value))
+
+
+def is_auth(value):
+    """Claim that a value says how a probe sends its credential."""
+    return is_text(value) and bool(re.match(
+        r"(?:bearer|header:[!#$%&'*+.^_`|~A-Za-z0-9-]+)\Z", value))
+
+
+def is_body(value):
+    """Claim that a value can be the body of a probe."""
+    return isinstance(value, (str, dict, list))
+
+
 KIND = {is_text: 'a string', is_flag: 'true or false',
         is_table: 'an object', is_list: 'an array',
         is_texts: 'an array of strings',
-        is_duration: 'a duration such as "15m"'}
+        is_duration: 'a duration such as "15m"',
+        is_http_url: 'an http:// or https:// URL',
+        is_variable: 'the name of a variable',
+        is_auth: '"bearer" or "header:NAME"',
+        is_body: 'a string, an object or an array'}
 
 
 def _expected(claim):
@@ -1201,6 +1534,54 @@ OUR_KEYS = {
     'max_age': is_duration, 'client': one_of('claude-code'),
     'health': is_table, 'ignore_changes': is_table,
     'env': is_table, 'headers': is_table,
+}
+
+
+def _preset(version, validates, variable, url, **more):
+    """Make a row of PRESETS; what it does not say costs money or quota.
+
+    version: of the server that this was measured with.
+    """
+    return dict({'version': version, 'validates_credential': validates,
+                 'token_env': variable, 'url': url, 'auth': 'bearer',
+                 'method': 'POST', 'costs': True}, **more)
+
+
+def _one_token(model):
+    return {'model': model, 'max_tokens': 1,
+            'messages': [{'role': 'user', 'content': 'x'}]}
+
+
+# Probes of well-known servers, as checked in November 2026. None of them
+# rejected a made-up key at its start, whatever its documentation says;
+# "presence" is a look at whether the variable is empty. notes: what a status
+# means there.
+PRESETS = {
+    'exa': _preset('3.1.8', 'none', 'EXA_API_KEY',
+                   'https://api.exa.ai/search', auth='header:x-api-key',
+                   body={'query': 'x', 'numResults': 1}),
+    'tavily': _preset('0.2.17', 'none', 'TAVILY_API_KEY',
+                      'https://api.tavily.com/search',
+                      body={'query': 'x', 'max_results': 1}),
+    'perplexity': _preset('0.8.4', 'presence', 'PERPLEXITY_API_KEY',
+                          'https://api.perplexity.ai/chat/completions',
+                          body=_one_token('sonar')),
+    'morph': _preset('0.8.177', 'presence', 'MORPH_API_KEY',
+                     'https://api.morphllm.com/v1/chat/completions',
+                     body=_one_token('morph-v3-fast'), tools=['edit_file']),
+    'semgrep': _preset('1.185.0', 'none', 'SEMGREP_APP_TOKEN',
+                       'https://semgrep.dev/api/v1/me', method='GET',
+                       costs=False, notes={404: 'the token is one for CI '
+                                                'scans only'}),
+}
+# The keys of `health`; "tool" is a list of one.
+HEALTH_KEYS = {
+    'preset': one_of(*PRESETS), 'url': is_http_url,
+    'method': one_of('GET', 'HEAD', 'POST'), 'body': is_body,
+    'token_env': is_variable, 'auth': is_auth,
+    'validates_credential': one_of('none', 'presence', 'remote'),
+    'tools': is_texts, 'tool': is_text, 'setup': is_text,
+    'status_page': is_http_url,
 }
 # What says how a server is started: never in an overlay.
 LAUNCH_KEYS = {'command': is_text, 'args': is_list, 'cwd': is_text,
@@ -1251,7 +1632,8 @@ env: the key of the variables. waits: (key, milliseconds of its unit, 0 for
 durations, None to guess; 's'tart, 'r'equest). allow, deny: keys of tool
 lists. own: keys of ours that are its owner's too. refs: the references that
 it expands: N ${NAME}, :- a default, $ $NAME, env: ${env:NAME}, names by
-themselves; keep: an empty value beats a default. unset: a variable without
+themselves; keep: an empty value beats a default; %: %NAME% in env, on
+Windows. unset: a variable without
 a value stays text, is empty, or half: empty in env and headers.
 """
 
@@ -1299,7 +1681,7 @@ DIALECTS = {
                ('tool_timeout_sec', 1000, 'r'))),
     'gemini': ANY._replace(
         leniency=1, waits=(('timeout', 1, 'sr'),), allow=('includeTools',),
-        deny=('excludeTools',), refs='N :- $ keep', unset='half'),
+        deny=('excludeTools',), refs='N :- $ keep %', unset='half'),
     'copilot': ANY._replace(bare='http', waits=CALL_MS, allow=('tools',),
                             refs='N :- $'),
     'zed': ANY._replace(table='context_servers', bare='http', leniency=2,
@@ -1336,7 +1718,8 @@ claude-desktop l ~/.config/Claude//claude_desktop_config.json;
 cursor .cursor/mcp.json; ~//.cursor/mcp.json
 vscode .vscode/mcp.json; {DATA}//*Cod*/User/mcp.json;
  {DATA}//*Cod*/User/profiles/*/mcp.json
-vscode-settings .vscode/settings.json; {DATA}//*Cod*/User/settings.json
+vscode-settings .vscode/settings.json; {DATA}//*Cod*/User/settings.json;
+ .devcontainer/devcontainer.json; .devcontainer.json
 windsurf ~/.codeium//windsurf/mcp_config.json; ~//.codeium/mcp_config.json
 devin .devin/mcp_config.json; lm ~/.config//devin/mcp_config.json;
  w {DATA}//devin/mcp_config.json; .devin/config.json
@@ -1491,9 +1874,11 @@ def _by_content(table, text):
     return 'preflight' if is_ours else 'generic'
 
 
-File = namedtuple('File', 'path file dialect table doubles codes')
+File = namedtuple('File', 'path file dialect table doubles codes '
+                          'is_container')
 File.__doc__ = """A config file, parsed. doubles: keys that stand twice.
-codes: what `config show` says of the file."""
+codes: what `config show` says of the file. is_container: it is that of a
+dev container, of which the table is what stands for VS Code."""
 
 
 def parse_config(path, file, data, wanted=''):
@@ -1527,11 +1912,17 @@ def parse_config(path, file, data, wanted=''):
         elif not wanted and dialect == 'opencode-v1':
             found = is_table(table.get('mcp')) and _by_mcp(table['mcp'])
             dialect = found if found == 'opencode-v2' else dialect
+    is_container = dialect == 'vscode-settings' and is_table(
+        table.get('customizations'))
+    if is_container:
+        table = table['customizations'].get('vscode')
+        table = table if is_table(table) else {}
     is_lenient = leniency > (0 if dialect == 'generic'
                              else DIALECTS[dialect].leniency)
     return File(path, file, dialect, table, doubles, [code for code, is_so in (
         ('bom', data[:2] in (b'\xff\xfe', b'\xfe\xff', b'\xef\xbb')),
-        ('lenient_syntax', is_lenient), ('duplicate_key', doubles)) if is_so])
+        ('lenient_syntax', is_lenient), ('duplicate_key', doubles)) if is_so],
+        is_container)
 
 
 class BadEntry(Exception):
@@ -1738,6 +2129,44 @@ def _extra(entry):
     return {key: value for key, value in extra.items() if value}
 
 
+def _lists_at(raw, file, allow, deny):
+    """Tell which key of which file sets a server's lists of tools."""
+    found = (('allow', allow), ('deny', deny))
+    return {kind: (key, file) for kind, keys in found for key in keys[::-1]
+            if raw.get(key) is not None}
+
+
+def _patterns(name, entry):
+    """Read the patterns by which a client chooses tools of a server.
+
+    OpenCode's are gathered in _gather_hidden. In agents' files of Kiro and
+    Amazon Q "tools" names @server or @server/tool; allowedTools is for
+    approvals only.
+    """
+    tools, path = entry.top.get('tools'), entry.file.replace('\\', '/')
+    if DIALECTS[entry.dialect].client == 'opencode':
+        return {'hidden': tools} if tools else {}
+    if entry.dialect not in ('kiro', 'amazon-q') or not is_texts(tools) or (
+            not re.search('/(?:cli-)?agents/', path)):
+        return {}
+    parts = [word.partition('/') for word in tools]
+    shown = [tool if slash else '*' for server, slash, tool in parts
+             if server == '*' or glob_matches(server, '@' + name)]
+    return {'shown': shown, 'allow': ('tools', entry.file)}
+
+
+def _deaf_container(command, args):
+    """Warn of a `docker run` without -i, as a list of sentences.
+
+    A reference where its options end may yet become one.
+    """
+    run = container_of([command] + args)
+    if run is None or is_interactive(run) or run.image[:1] in ('$', '{'):
+        return []
+    return ['its `%s run` lacks -i: nothing that is sent reaches the server, '
+            'so no look at it can succeed' % run.engine]
+
+
 def _base_server(name, entry):
     """Read what every dialect has, by its owner's rules."""
     raw, row, notes = entry.raw, DIALECTS[entry.dialect], list(entry.notes)
@@ -1749,7 +2178,11 @@ def _base_server(name, entry):
     is_child, args = transport == 'stdio', flat.get('args') or []
     if is_child and not is_texts(args):
         notes.append(_note('value_coerced'))
+    if is_child:
+        notes += _deaf_container(flat['command'], list(map(str, args)))
     extra, waits = _extra(entry), _waits(entry, notes)
+    extra.update(_lists_at(raw, entry.file, row.allow, row.deny),
+                 **_patterns(name, entry))
     if waits:
         extra['waits'] = waits
     return Server(
@@ -1775,10 +2208,47 @@ def _ignored(raw):
         if not is_texts(fields):
             raise BadEntry('ignore_changes.%s must be an array of strings'
                            % tool)
+        for field in fields:
+            if field not in IGNORABLE:
+                raise BadEntry('ignore_changes.%s names %s; it takes %s' % (
+                    tool, json.dumps(field), ', '.join(IGNORABLE)))
     return table
 
 
-def _with_ours(server, raw):
+def _close_matches(*args):
+    import difflib
+    return difflib.get_close_matches(*args)
+
+
+def _unknown_keys(raw, known, where=''):
+    """Warn of keys that nobody knows, with the nearest that is known.
+
+    where: the table of ours that they stand in, '' for a server's own.
+    """
+    notes = []
+    for key in raw:
+        if key in known or not where and key in CLIENT_KEYS:
+            continue
+        near = _close_matches(key, sorted(known), 1)
+        notes.append('unknown key %s%s%s' % (
+            json.dumps(key), where and ' in ' + where,
+            ' (did you mean %s?)' % near[0] if near else ''))
+    return notes
+
+
+def _health(raw):
+    """Read the `health` of an entry; raises BadEntry."""
+    table = dict(raw.get('health') or ())
+    _check(table, HEALTH_KEYS, 'health.')
+    one = table.pop('tool', None)
+    if one is not None:
+        if table.get('tools') is not None:
+            raise BadEntry('health.tool and health.tools are both given')
+        table['tools'] = [one]
+    return table
+
+
+def _with_ours(server, raw, file):
     """Lay our own keys over a server: maps key by key, the rest whole."""
     _check(raw, OUR_KEYS)
     env = _as_texts(raw.get('env'), 'env', True)
@@ -1788,12 +2258,16 @@ def _with_ours(server, raw):
         return current if raw.get(key) is None else value
     flags = [key for key in ('enabled', 'disabled')
              if raw.get(key) is not None]
+    gone = [kind for kind, key in (('shown', 'enabled_tools'),
+                                   ('hidden', 'disabled_tools'))
+            if raw.get(key) is not None]
     allow = pick('enabled_tools', raw.get('enabled_tools') or None,
                  server.allow)
     deny = pick('disabled_tools', raw.get('disabled_tools'), server.deny)
     if allow and deny and (raw.get('enabled_tools')
                            or raw.get('disabled_tools')):
         raise BadEntry('enabled_tools and disabled_tools are both given')
+    health = _health(raw)
     return server._replace(
         env=dict(server.env, **env), headers=dict(server.headers, **headers),
         enabled=_is_on(raw) if flags else server.enabled,
@@ -1809,25 +2283,13 @@ def _with_ours(server, raw):
                              server.request_timeout),
         max_age=pick('max_age', _duration(raw, 'max_age'), server.max_age),
         client=pick('client', raw.get('client'), server.client),
-        health=dict(server.health, **(raw.get('health') or {})),
-        ignore_changes=dict(server.ignore_changes, **_ignored(raw)))
-
-
-def _close_matches(*args):
-    import difflib
-    return difflib.get_close_matches(*args)
-
-
-def _unknown_keys(raw, known):
-    """Warn of keys that nobody knows, with the nearest that is known."""
-    notes = []
-    for key in raw:
-        if key in known or key in CLIENT_KEYS:
-            continue
-        near = _close_matches(key, sorted(known), 1)
-        notes.append('unknown key %s%s' % (
-            json.dumps(key), ' (did you mean %s?)' % near[0] if near else ''))
-    return notes
+        health=dict(server.health, **health),
+        warnings=server.warnings + _unknown_keys(health, HEALTH_KEYS,
+                                                 'health'),
+        ignore_changes=dict(server.ignore_changes, **_ignored(raw)),
+        extra=dict({key: value for key, value in server.extra.items()
+                    if key not in gone}, **_lists_at(
+            raw, file, ('enabled_tools',), ('disabled_tools',))))
 
 
 def texts_of(server):
@@ -1857,7 +2319,7 @@ def read_entry(name, entry):
     server, own = _base_server(name, entry), DIALECTS[dialect].own
     if dialect in ('preflight', 'mcpproxy'):
         server = _with_ours(server, {key: raw[key] for key in own
-                                     if key in raw})
+                                     if key in raw}, entry.file)
     notes = list(server.warnings)
     ours = sorted(set(OUR_KEYS) & set(raw) - set(own)
                   - {'env', 'headers', 'enabled', 'disabled'})
@@ -1893,9 +2355,13 @@ def _top_level(file, settings, profiles, warnings):
             raise ConfigError('config %s: %s must be %s' % (
                 path, key, _expected(claim)))
         settings[key] = value
-    if settings.get('approvals') == 'lockfile':
-        raise ConfigError('config %s: approvals "lockfile" is not supported '
-                          'by this version; leave it out' % path)
+    if table.get('lockfile') == '':
+        raise ConfigError('config %s: lockfile is empty' % path)
+    name = table.get('lockfile')
+    if name is None and table.get('approvals') == 'lockfile':
+        name = settings.get('lockfile', SETTINGS['lockfile'][1])
+    if name is not None:        # relative to the file that asks for it
+        settings['lockfile'] = os.path.join(os.path.dirname(file.file), name)
     found = table.get('profiles')
     if found is not None:
         if not is_table(found):
@@ -1995,6 +2461,42 @@ def _candidates(table):
              ()) for n, (kind, raw) in enumerate(made)]
 
 
+def _plugin_root(path):
+    """Name the directory of a plugin by that of its manifest."""
+    folder = os.path.dirname(path)
+    is_inner = os.path.basename(folder) in ('.claude-plugin', '.plugin')
+    return os.path.dirname(folder) if is_inner else folder
+
+
+def _with_named(file, read, warnings):
+    """Read the files that a plugin's manifest names: (File, their paths).
+
+    "mcpServers" may be a path in the plugin, or a list of paths and maps.
+    """
+    servers, found, paths = file.table.get('mcpServers'), {}, []
+    if file.dialect != 'claude-plugin' or not (is_text(servers)
+                                               or is_list(servers)):
+        return file, ()
+    root = _plugin_root(file.file)
+    for part in [servers] if is_text(servers) else servers:
+        if is_text(part):
+            path = os.path.normpath(os.path.join(root, part.replace(
+                '${CLAUDE_PLUGIN_ROOT}', root)))
+            is_inside = path.startswith(root.rstrip('/\\') + os.sep)
+            paths += [path] * is_inside
+            text = read(path) if read and is_inside else None
+            if text is None:
+                warnings.append('%s names %s, which %s; its servers are not '
+                                'known' % (file.path, json.dumps(part),
+                                           'cannot be read' if is_inside
+                                           else 'is outside the plugin'))
+                continue
+            part = decode_config(text, path)[0]
+        part = part.get('mcpServers', part) if is_table(part) else {}
+        found.update(part if is_table(part) else {})
+    return file._replace(table=dict(file.table, mcpServers=found)), paths
+
+
 def _rows_of(file, warnings):
     """Give (name, raw, notes) of each server in a file."""
     table, found, key = file.table, file.table, DIALECTS[file.dialect].table
@@ -2019,9 +2521,6 @@ def _rows_of(file, warnings):
                 '; there is "%s"' % other for other in (
                     'mcpServers', 'servers', 'mcp') if table.get(other))))
         return []
-    if file.dialect == 'claude-plugin' and is_list(found):
-        found = dict(pair for part in found if is_table(part) for pair in
-                     part.get('mcpServers', part).items())
     if file.dialect == 'mcpproxy' and is_list(found):
         rows = {}
         for n, raw in enumerate(found):
@@ -2039,8 +2538,9 @@ def _rows_of(file, warnings):
 # Folders that clients keep their files in: the project is above.
 CLIENT_FOLDERS = frozenset(
     '.air .amazonq .aws .claude-plugin .cline .codeium .codex .config '
-    '.continue .copilot .cursor .devin .gemini .github .junie .kilocode '
-    '.kiro .lmstudio .mcpproxy .opencode .plugin .roo .vscode .zed'.split())
+    '.continue .copilot .cursor .devcontainer .devin .gemini .github .junie '
+    '.kilocode .kiro .lmstudio .mcpproxy .opencode .plugin .roo .vscode '
+    '.zed'.split())
 
 
 def _root_of(file, home):
@@ -2061,6 +2561,8 @@ def _root_of(file, home):
         return root, 0
     if re.match('(?i)/etc/|/Library/|[A-Z]:/Program', path):
         return home or root, 0 if dialect == 'codex' else 4
+    if dialect == 'codex' and path.endswith('.config.toml'):
+        return root, 3          # of a profile, which lies on all the others
     return root, 1 if is_user or root == home else (
         3 if '/agents/' in path else 2)
 
@@ -2104,6 +2606,23 @@ def _apply_lists(entries, file):
                                                     disabled=True))
 
 
+def _gather_hidden(entries, files):
+    """Gather the tools that OpenCode's files hide by pattern.
+
+    They hold together, whichever of the files defines a server; a pattern
+    that shows some again does not count: which wins is not laid down.
+    """
+    hidden = {}
+    for file in files:
+        tools = file.table.get('tools')
+        if DIALECTS[file.dialect].client == 'opencode' and is_table(tools):
+            hidden.update((pattern, file.file) for pattern, is_on
+                          in tools.items() if is_on is False)
+    for name, entry in entries.items():
+        if DIALECTS[entry.dialect].client == 'opencode':
+            entries[name] = entry._replace(top=dict(entry.top, tools=hidden))
+
+
 def _laid_over(low, high):
     """Merge tables key by key, as Codex and OpenCode merge their files."""
     return dict(low, **{key: _laid_over(low[key], value) if is_table(value)
@@ -2134,6 +2653,25 @@ def _merge(name, old, new):
         'hides the definition in ' + low.path,))
 
 
+def _unread(file):
+    """Say what of a client's file has a say there and none here."""
+    table, notes = file.table, []
+    found, tools = table.get('profiles'), table.get('tools')
+    if file.dialect == 'codex' and is_table(found):
+        notes += ['profiles.%s.mcp_servers is not read; it counts only for '
+                  'codex --profile %s' % (name, name)
+                  for name, profile in found.items()
+                  if is_table(profile) and profile.get('mcp_servers')]
+    if DIALECTS[file.dialect].client == 'opencode' and is_table(tools) and (
+            {True, False} <= {one for one in tools.values() if is_flag(one)}):
+        notes.append('a true in "tools" is not read: what a false hides '
+                     'stays hidden here')
+    if file.is_container:
+        notes.append('its client starts these servers inside the dev '
+                     'container; here they start on this host')
+    return notes
+
+
 def _read_file(file, asked, settings, profiles, warnings):
     """Take from a file all that is no server; raises ConfigError."""
     path, is_ours = file.path, file.dialect in OUR_DIALECTS
@@ -2153,23 +2691,28 @@ def _read_file(file, asked, settings, profiles, warnings):
                         'commas' % path)
     warnings += ['%s: %s ignored in a client\'s file' % (path, key)
                  for key in sorted(set(file.table) & {'profiles', *SETTINGS})
-                 if file.dialect != 'mcpproxy' or 'quarantine' in key]
+                 if file.dialect not in ('mcpproxy', 'codex')
+                 or 'quarantine' in key]
+    warnings += ['%s: %s' % (path, note) for note in _unread(file)]
 
 
-def read_config(sources, dialect='', workspace='', home=''):
+def read_config(sources, dialect='', workspace='', home='', read=None):
     """Read config files, in order, into one Config.
 
     sources: (path as named, real path, bytes) each. workspace: where the
     servers of clients' files are started, '' for their project; home: the
     user's directory. Entries stay unread until look_up, so that a check
-    pays only for the servers it asks for. Raises ConfigError for what only
-    the owner can mend.
+    pays only for the servers it asks for. read(path) -> text or None, for
+    the files that a file names. Raises ConfigError for what only the owner
+    can mend.
     """
     entries, overlays, skipped, warnings = {}, {}, {}, []
-    settings, profiles, files = {}, {}, []
+    settings, profiles, files, more = {}, {}, [], []
     for path, real, data in sources:
-        file = parse_config(path, real, data, dialect)
+        file, named = _with_named(parse_config(path, real, data, dialect),
+                                  read, warnings)
         files.append(file)
+        more.extend(named)
         _read_file(file, dialect, settings, profiles, warnings)
         for name, entry in _entries_of(file, workspace, home, warnings):
             if name is None:
@@ -2183,6 +2726,7 @@ def read_config(sources, dialect='', workspace='', home=''):
                                  if name in entries else entry)
     for file in files:
         _apply_lists(entries, file)
+    _gather_hidden(entries, files)
     for name, layers in overlays.items():
         if name in entries:
             entries[name] = entries[name]._replace(overlays=tuple(layers))
@@ -2193,8 +2737,11 @@ def read_config(sources, dialect='', workspace='', home=''):
             for key, (_, default) in SETTINGS.items()}
     for key in ('max_age', 'sync_interval', 'activity_retention'):
         full[key] = parse_duration(full[key]) if full[key] else None
-    return Config(tuple(path for path, _, _ in sources), entries, skipped,
-                  profiles, full, warnings)
+    if full['approvals'] == 'lockfile' and full['quarantine_new_servers']:
+        warnings.append('quarantine_new_servers has no effect where '
+                        'approvals is "lockfile"')
+    return Config(tuple([path for path, _, _ in sources] + more), entries,
+                  skipped, profiles, full, warnings)
 
 
 def look_up(config, name):
@@ -2215,7 +2762,7 @@ def look_up(config, name):
             for key in LAUNCH_KEYS:
                 if raw.get(key) is not None:
                     raise BadEntry('an overlay cannot set %s' % key)
-            over = _with_ours(server, raw)
+            over = _with_ours(server, raw, over_path)
             notes = _unknown_keys(raw, list(OUR_KEYS))
             marks = ['env.' + key for key in raw.get('env') or ()]
             marks += ['headers.' + key for key in raw.get('headers') or ()]
@@ -2241,6 +2788,7 @@ def all_servers(config):
 
 NAME = '[A-Za-z_][A-Za-z0-9_]*'
 REFERENCE = r'\$\{([^}]*)\}|\$(' + NAME + r')|\{((?:env|file):[^{}]*)\}'
+PERCENT = '|%(' + NAME + ')%'
 KINDS = (r'(\$|\{?(?:env|file):|(?:input|keyring|config|command|'
          r'workspaceFolder):|user_config\.)?([\s\S]*)')
 
@@ -2266,24 +2814,24 @@ class Expansion:
     read(path) -> text or None; nothing else is read.
     """
 
+    is_windows = os.name == 'nt'
+
     def __init__(self, server, environ, read):
         self.server, self.environ, self.read = server, environ, read
         self.lacks, self.notes = [], list(server.warnings)
         self.folder, base = os.path.dirname(server.file), server.base
-        is_inner = os.path.basename(self.folder) in ('.claude-plugin',
-                                                     '.plugin')
         last = os.path.basename(base)
         self.names = dict(
             server.extra.get('inputs', ()), CLAUDE_PROJECT_DIR=base,
-            CLAUDE_PLUGIN_ROOT=os.path.dirname(self.folder) if is_inner
-            else self.folder, workspaceFolder=base, cwd=base,
+            CLAUDE_PLUGIN_ROOT=_plugin_root(server.file),
+            workspaceFolder=base, cwd=base,
             workspaceFolderBasename=last, userHome=home_of(environ),
             pathSeparator=os.sep)
         self.names.update({'/': os.sep, 'workspaceFolder:' + last: base})
 
     def variable(self, name):
         """Find a variable; Windows alone does not mind the case."""
-        return self.environ.get(name.upper() if os.name == 'nt' else name)
+        return self.environ.get(name.upper() if self.is_windows else name)
 
     def open(self, folder, path):
         """Read a file that the config names; '' counts as a value."""
@@ -2297,7 +2845,8 @@ class Expansion:
 
         name: '' for what the dialect does not know; value: None if none.
         """
-        braced, bare, curly = found.groups()
+        braced, bare, curly = found.groups()[:3]
+        bare = bare or ''.join(found.groups('')[3:])    # %NAME%
         word = '$' + bare if bare else '{' + curly if curly else braced
         kind, name = re.match(KINDS, word).groups()
         if word in self.names and (word in refs or kind and kind in refs):
@@ -2340,7 +2889,9 @@ class Expansion:
                 self.notes.append(_note('variable_not_expanded'))
             return value if value is not None else (
                 '' if name and is_empty else found.group())
-        return re.sub(REFERENCE, put, text) if text else text
+        more = PERCENT if '%' in refs and self.is_windows and (
+            place[:4] == 'env.') else ''
+        return re.sub(REFERENCE + more, put, text) if text else text
 
     def lack(self, name, place, is_fatal):
         """Note what has no value; if it is not fatal, it is left out."""
@@ -2461,12 +3012,14 @@ def masked_form(form, secrets):
 def show_config(file, workspace, environ, read, warnings):
     """Give a file in normal form: dialect, servers, skipped, warnings."""
     entries, skipped, servers = {}, [], []
+    file = _with_named(file, read, warnings)[0]
     for name, entry in _entries_of(file, workspace, home_of(environ),
                                    warnings):
         name = len(entries) if name is None else name
         entries[name] = (_merge(name, entries[name], entry)
                          if name in entries else entry)
     _apply_lists(entries, file)
+    _gather_hidden(entries, [file])
     for name, entry in entries.items():
         try:
             servers.append(normal_form(read_entry(name, entry), file,
@@ -2485,12 +3038,12 @@ CODEX_ENV = frozenset(
     'PROGRAMDATA LOCALAPPDATA APPDATA TEMP TMP'.split())
 
 
-def child_environment(server, environ):
+def child_environment(server, environ, is_windows=os.name == 'nt'):
     """Give the environment of a server that is started (contract 12).
 
     Everything but PREFLIGHT_*, of which Codex hands down a few; no browser
     that could open, UTF-8 for Python children, then the entry's own env,
-    where None removes.
+    where None removes. Windows knows a name in one case only: Path is PATH.
     """
     env = {name: value for name, value in environ.items()
            if not name.startswith('PREFLIGHT_')
@@ -2500,6 +3053,7 @@ def child_environment(server, environ):
             or DIALECTS[server.dialect].client == 'claude'):
         env['CLAUDE_PROJECT_DIR'] = server.base
     for name, value in server.env.items():
+        name = name.upper() if is_windows else name
         if value is None:
             env.pop(name, None)
         else:
@@ -3026,12 +3580,47 @@ def tool_status(tool):
     approved = tool.approved
     if approved is None:
         return PENDING, 'nobody has approved it since'
-    if (approved.version, approved.hash) != (tool.version, tool.hash):
+    if not tool.ignored and (approved.version, approved.hash) != (
+            tool.version, tool.hash):
         return CHANGED, 'the definition is not the approved one'
     risks = riskier_hints(approved.hints, tool.hints)
     if risks:
         return CHANGED, 'hints became riskier: ' + ', '.join(risks)
     return APPROVED, ''
+
+
+def ignored_fields(rules, name, differs):
+    """Give the fields to ignore: all that differ, or none of them.
+
+    rules: a server's ignore_changes; a tool's own entry replaces that of
+    '*'. One field beyond it, and the tool is changed as a whole.
+    """
+    allowed = rules.get(name, rules.get('*', ()))
+    return differs if set(differs) <= set(allowed) else ()
+
+
+def is_restless(tool):
+    """Tell whether it is plain that a tool's text changes by itself."""
+    changes, looks = tool.moves
+    return changes >= 3 and 2 * changes >= looks
+
+
+def restless_fact(tool):
+    """Say that a tool's text changes by itself, '' where it is not plain."""
+    if not is_restless(tool) or tool.ignored:
+        return ''
+    where = '; ' + ', '.join(tool.differs) if tool.differs else ''
+    return ("This tool's text changes by itself (%d changes in %d looks%s): "
+            'fix the server, or set ignore_changes for it.' % (
+                tool.moves + (where,)))
+
+
+def moves_text(tool):
+    """Say how often a tool's text moved of late, '' for at most once."""
+    if tool.moves[0] < 2:       # one change is what a diff shows
+        return ''
+    return restless_fact(tool) or 'Changed in %d of the last %d looks.' % (
+        tool.moves)
 
 
 def switched(config_value, switch):
@@ -3081,6 +3670,32 @@ def quarantine_fact(server, switch, launches, settings, seen_launch):
     return launch_fact(server, launches, seen_launch)
 
 
+def lock_fact(server, digest, lock):
+    """Say how a server's launch departs from the locked one, or ''.
+
+    digest: of the configured launch. A server that is not in the lockfile
+    departs from nothing.
+    """
+    held = lock.launches.get(server.name)
+    if held is None or held[0] == digest:
+        return ''
+    new = launch_text(server)
+    note = ' (only a masked part differs)' if held[1] == new else ''
+    return ('Server %s: launch changed: the lockfile %s has %s, now it is '
+            '%s%s.' % (json.dumps(server.name), lock.path, held[1], new,
+                       note))
+
+
+def locked_approval(lock, server, tool):
+    """Give the Approval that a lockfile is for a tool, None without one.
+
+    The file does not say when.
+    """
+    held = lock.tools.get('%s:%s' % (server, tool))
+    return held and Approval(held.hash, held.version, held.hints, None,
+                             'lock')
+
+
 def is_lease_running(link, now):
     """Tell whether a sync of this server is under way."""
     return (link.lease_until is not None and now < link.lease_until
@@ -3102,29 +3717,35 @@ def _refused_row(tool, before):
             or old is not None and (old.listed or old.approved))
 
 
-def _is_news(old, new):
+def _is_moved(digest, new, quiet):
+    return digest != new.hash and (digest, new.hash) not in quiet
+
+
+def _is_news(old, new, quiet):
     approved = old.approved if old else None
-    return (approved is None or approved.hash != new.hash
+    return (approved is None or _is_moved(approved.hash, new, quiet)
             or approved.version != HASH_VERSION
             or bool(riskier_hints(approved.hints, new.hints)))
 
 
-def _is_change(old, new):
+def _is_change(old, new, quiet):
     """Tell whether a known tool moved; one that is back (its approval
     outlived it) is compared with what was approved."""
     if old is None or not old.listed:
-        return bool(old and old.approved) and (bool(new.flaw)
-                                               or _is_news(old, new))
-    return ((old.hash, old.flaw, riskier_hints(old.hints, new.hints))
-            != (new.hash, new.flaw, []))
+        return bool(old and old.approved) and (
+            bool(new.flaw) or _is_news(old, new, quiet))
+    return (_is_moved(old.hash, new, quiet) or old.flaw != new.flaw
+            or bool(riskier_hints(old.hints, new.hints)))
 
 
-def plan_sync(before, seen, is_first, mode):
+def plan_sync(before, seen, is_first, mode, quiet=frozenset()):
     """Compare one Observation with the Tools known before it: a Plan.
 
     is_first: its list is the baseline; mode: the server's trust mode. An
     empty list where tools were known is an error and keeps the old list;
-    a failed look changes no tool and no approval.
+    a failed look changes no tool and no approval. quiet: (old hash, new
+    hash) of definitions that differ in ignored fields only: no news, and
+    nothing that mode auto would approve.
     """
     kept = Plan(seen.state, seen.cause, seen.detail, None, [], [], '', [],
                 [], [])
@@ -3137,7 +3758,8 @@ def plan_sync(before, seen, is_first, mode):
                 '1 was' if len(listed) == 1 else '%d were' % len(listed))))
     rows = [tool for tool in seen.tools if _refused_row(tool, before)]
     names = {tool.name for tool in rows}
-    changed = [t.name for t in rows if _is_change(before.get(t.name), t)]
+    changed = [t.name for t in rows if _is_change(before.get(t.name), t,
+                                                  quiet)]
     added = [t.name for t in rows if t.name not in listed
              and t.name not in set(changed)]
     approve, how = [], ''
@@ -3145,7 +3767,7 @@ def plan_sync(before, seen, is_first, mode):
         approve, how = [t.name for t in rows if not t.flaw], 'baseline'
     elif mode == 'auto':
         approve, how = [t.name for t in rows if not t.flaw and _is_news(
-            before.get(t.name), t)], 'auto'
+            before.get(t.name), t, quiet)], 'auto'
     return kept._replace(
         rows=rows, gone=sorted(listed - names), approve=approve, how=how,
         added=[] if is_first else added, changed=changed,
@@ -3218,6 +3840,35 @@ def command_line(how, words, *names):
 
 def _run(case, words, *names):
     return 'Run: ' + command_line(case.question.how, words, *names)
+
+
+def lock_line(how, tool, path=''):
+    """Write the command that locks a tool as it is now listed.
+
+    path: the lockfile, '' for that of the config.
+    """
+    name = '%s:%s' % (tool.server, tool.name)
+    words = 'tools lock' + (' --file=' + shell_word(path) if path else '')
+    pair = '%s=%s' % (name, review_token(tool.hash, tool.hints))
+    return command_line(how, '%s --expect=%s' % (words, shell_word(pair)),
+                        name)
+
+
+def _review(case, path=''):
+    """Word the remedy for a tool that is not the locked one."""
+    tool, words = case.tool, 'tools diff'
+    if not tool.hash or safe_text(case.ref.id) != case.ref.id:
+        return _run(case, words, case.ref.id)
+    if path:
+        words = 'tools verify --lock=' + shell_word(path)
+    return 'Review it with `%s`, then run: %s' % (words, lock_line(
+        case.question.how, tool, path))
+
+
+def _locked(case):
+    """Give what the lockfile asked for says of a tool: Locked or None."""
+    lock, ref = case.question.lock, case.ref
+    return lock and lock.tools.get('%s:%s' % (ref.server, ref.tool))
 
 
 def max_age_of(server, settings, ttl):
@@ -3347,8 +3998,18 @@ def gate_scope(case):
 
 
 def gate_quarantine(case):
-    """Stop a quarantined server, or one whose launch changed."""
-    fact = case.known.quarantined
+    """Stop a quarantined server, or one whose launch changed.
+
+    That of a lockfile asked for comes first: its remedy lifts all three.
+    """
+    known, lock = case.known, case.question.lock
+    fact = lock and lock_fact(known.server, known.launch, lock)
+    if fact:
+        return stopped(
+            'server_quarantined', fact, 'Review it, then run: '
+            + command_line(case.question.how, 'servers approve --lock='
+                           + shell_word(lock.path), case.ref.server))
+    fact = known.quarantined
     if not fact:
         return passed('The server is not quarantined; %s.'
                       % case.known.launch_note)
@@ -3383,19 +4044,15 @@ def gate_exists(case):
 
 def gate_denied(case):
     """Stop a tool that the config's tool lists leave out."""
-    server, tool = case.known.server, case.ref.tool
-    key = ''
-    if server.allow is not None and tool not in server.allow:
-        key, fact = 'enabled_tools', 'does not name'
-    elif tool in server.deny:
-        key, fact = 'disabled_tools', 'names'
-    if not key or case.tool is None:
+    server = case.known.server
+    found = denied_by(server, case.ref.tool)
+    if not found or case.tool is None:
         return passed('No tool list of the config denies it.')
+    key, file, fact = found
     return stopped('tool_denied_by_config', '%s of server %s in %s %s this '
-                   'tool.' % (key, json.dumps(server.name), server.file,
-                              fact),
+                   'tool.' % (key, json.dumps(server.name), file, fact),
                    'Change %s in %s, then run: %s' % (
-                       key, shell_word(server.file),
+                       key, shell_word(file),
                        command_line(case.question.how, 'config check')))
 
 
@@ -3414,24 +4071,42 @@ def is_trusting(case):
             and case.known.server.trust_mode != 'auto')
 
 
+def _with_moves(fact, tool):
+    return ' '.join(filter(None, (fact, restless_fact(tool))))
+
+
 def gate_changed(case):
     """Stop a tool that is not the approved one (contract 10).
 
-    A definition that was refused or advertised twice gates always; another
-    change only in trust mode manual, with quarantine on.
+    A definition that was refused or advertised twice gates always, and so do
+    hints riskier than those of a lockfile asked for; another change only in
+    trust mode manual, with quarantine on.
     """
     if case.tool is None:
         return passed('No definition to compare.')
+    held, lock = _locked(case), case.known.lock
+    risks = riskier_hints(held.hints, case.tool.hints) if held else ()
     status, why = tool_status(case.tool)
+    if risks and not case.tool.flaw:
+        return stopped('tool_changed', 'Hints became riskier than in the '
+                       'lockfile %s: %s.' % (case.question.lock.path,
+                                             ', '.join(risks)),
+                       _review(case, case.question.lock.path))
     if status != CHANGED:
-        return passed('The definition is not a changed one.')
+        ignored = ', '.join(case.tool.ignored)
+        return passed('It differs from the approved definition in %s only, '
+                      'which ignore_changes leaves out.' % ignored
+                      if ignored else 'The definition is not a changed one.')
     if not case.tool.flaw and not is_trusting(case):
         return passed('Changed, but trust is automatic here: %s.' % why)
     approved = case.tool.approved
-    since = ' (approved %s)' % format_time(approved.at) if approved else ''
-    return stopped('tool_changed', '%s%s%s.' % (
-        why[0].upper(), why[1:], since),
-        _run(case, 'tools diff', case.ref.id))
+    since = ' (approved %s)' % format_time(approved.at) if (
+        approved and not lock) else ''
+    if lock:
+        since = ' (lockfile %s)' % lock.path
+    return stopped('tool_changed', _with_moves('%s%s%s.' % (
+        why[0].upper(), why[1:], since), case.tool),
+        _review(case) if lock else _run(case, 'tools diff', case.ref.id))
 
 
 def gate_pending(case):
@@ -3440,10 +4115,13 @@ def gate_pending(case):
         return passed('It does not await approval.')
     if not is_trusting(case):
         return passed('New, but trust is automatic here.')
-    return stopped('tool_pending_approval', 'First listed %s, after the '
-                   'baseline; nobody has approved it since.'
-                   % format_time(case.tool.first_seen),
-                   _run(case, 'tools diff', case.ref.id))
+    if case.known.lock:
+        return stopped('tool_pending_approval', 'It is not in the lockfile '
+                       '%s.' % case.known.lock.path, _review(case))
+    return stopped('tool_pending_approval', _with_moves(
+        'First listed %s; nobody has approved it since.'
+        % format_time(case.tool.first_seen), case.tool),
+        _run(case, 'tools diff', case.ref.id))
 
 
 def gate_pin(case):
@@ -3455,6 +4133,11 @@ def gate_pin(case):
     if not case.ref.pin:
         return passed('No pin was asked for.')
     pin, tool, cause = parse_pin(case.ref.pin), case.tool, ''
+    held, word = _locked(case), 'Pinned'
+    remedy = _run(case, 'tools show', case.ref.id)
+    if held and tool and pin == (held.version, held.hash):
+        word = 'Locked in %s' % case.question.lock.path
+        remedy = _review(case, case.question.lock.path)
     if pin is None:
         fact, cause = AGENT_TEXTS['pin_form'][0], 'pin_form'
     elif tool is None:
@@ -3469,10 +4152,9 @@ def gate_pin(case):
     elif pin[1] == tool.hash:
         return passed('The pin matches.')
     else:
-        fact = 'Pinned is %s, last listed is %s.' % (
-            format_hash(*pin), format_hash(tool.version, tool.hash))
-    return stopped('hash_mismatch', fact,
-                   _run(case, 'tools show', case.ref.id), cause)
+        fact = '%s is %s, last listed is %s.' % (word, format_hash(
+            *pin), format_hash(tool.version, tool.hash))
+    return stopped('hash_mismatch', fact, remedy, cause)
 
 
 def gate_login(case):
@@ -3645,21 +4327,24 @@ def unique_refs(pairs):
 # ==========================================================================
 
 LOCK_VERSION = 1
-LOCK_HINT = 'Restore it from version control, or write it with `tools lock`.'
+LOCK_DEPTH = 4                  # levels around a definition in a lockfile
+LOCK_HINT = ('Restore it from version control, or move it aside and write it '
+             'anew with `tools lock`.')
 
 
 class LockError(ConfigError):
     """A lockfile is not one, or is damaged: nothing is checked by it."""
 
-    def __init__(self, path, why):
-        super().__init__('lockfile %s: %s' % (path, why), LOCK_HINT)
+    def __init__(self, path, why, hint=LOCK_HINT):
+        super().__init__('lockfile %s: %s' % (path, why), hint)
+        self.path = path
 
 
 def _lock_table(path, data):
     """Parse a lockfile's bytes: an object with the three keys it has."""
     try:
         text = data.decode('utf-8-sig')
-        table = decode_json(text)
+        table = decode_json(text, MAX_DEPTH + LOCK_DEPTH)
     except ValueError as exc:
         why = 'is not JSON: %s' % exc
         if not data.strip():
@@ -3697,7 +4382,7 @@ def _locked_launch(path, name, raw):
 
 def _locked_tool(path, name, raw):
     ref, shown = parse_id(name), safe_text(name)
-    if not ref.server or ref.id != '%s:%s' % ref[1:3]:
+    if not ref.server or name != '%s:%s' % ref[1:3]:
         raise LockError(path, 'tools: %s is not an id' % json.dumps(name))
     if not is_table(raw) or not {'pin', 'hints'} <= set(raw) <= {
             'pin', 'hints', 'definition'}:
@@ -3754,47 +4439,492 @@ def render_lock(lock):
                        'tools': tools}, indent=2, sort_keys=True) + '\n'
 
 
-def _lines(value):
-    if value is None:
+MAX_PAIRS = 4000000             # beyond it a text counts as rewritten
+LONG_LINE = 72                  # a longer one is compared word by word
+NEAR_LINES, NEAR_WORDS = 3, 10  # of what stays, shown around a change
+# A word with the blanks behind it. CJK is written without any.
+CJK = '\u2e80-\ua4cf\uac00-\ud7af\uf900-\ufaff'
+WORDS = '[%s]\\s*|[^\\s%s]+\\s*|\\s+' % (CJK, CJK)
+
+
+def _opcodes(old, new):
+    """Compare two lists as difflib does, in bounded time."""
+    import difflib
+    head, tail, most = 0, 0, min(len(old), len(new))
+    while head < most and old[head] == new[head]:
+        head += 1
+    while tail < most - head and old[-1 - tail] == new[-1 - tail]:
+        tail += 1
+    a, b = old[head:len(old) - tail], new[head:len(new) - tail]
+    codes = [('replace', 0, len(a), 0, len(b))]
+    if len(a) * len(b) <= MAX_PAIRS:
+        codes = difflib.SequenceMatcher(None, a, b).get_opcodes()
+    codes = [(code[0],) + tuple(place + head for place in code[1:])
+             for code in codes]
+    if head:
+        codes.insert(0, ('equal', 0, head, 0, head))
+    if tail:
+        codes.append(('equal', len(old) - tail, len(old), len(new) - tail,
+                      len(new)))
+    return codes
+
+
+def _blocks(old, new, least):
+    """Split two lists into (is_same, old part, new part) in turn.
+
+    Fewer than `least` like items between two changes belong to them.
+    """
+    codes, out = _opcodes(old, new), []
+    for n, (tag, a1, a2, b1, b2) in enumerate(codes):
+        is_same = tag == 'equal' and (a2 - a1 >= least
+                                      or n in (0, len(codes) - 1))
+        if out and not is_same and not out[-1][0]:
+            out[-1] = (False, out[-1][1] + old[a1:a2],
+                       out[-1][2] + new[b1:b2])
+        else:
+            out.append((is_same, old[a1:a2], new[b1:b2]))
+    return out
+
+
+def _near(items, keep, is_after, is_before):
+    """Give the items of a like part that stand near a change: (those
+    after one, those before the next); all of them where few are left."""
+    head = keep if is_after else 0
+    tail = keep if is_before else 0
+    if len(items) <= head + tail:
+        return items, []
+    return items[:head], items[len(items) - tail:]
+
+
+def _signed(sign, text):
+    return [sign + line for line in text.split('\n')]
+
+
+def _sides(old, new):
+    """Show the words that went and those that came."""
+    n, most = 0, min(len(old), len(new))
+    while n < most and old[-1 - n] == new[-1 - n] and old[-1 - n].isspace():
+        n += 1
+    old, new = old[:len(old) - n], new[:len(new) - n]
+    if not (old and new):       # the blank behind words, not blanks alone
+        old, new = old.rstrip(' ') or old, new.rstrip(' ') or new
+    return ((_signed('-', old) if old else [])
+            + (_signed('+', new) if new else []))
+
+
+def _word_lines(old, new, start, size):
+    """Compare long lines word by word, as hunks of words.
+
+    start, size: where the new lines stand in the whole text, of how many
+    characters. What is mostly rewritten is shown old and new.
+    """
+    # With a blank behind it the last word is a word like the others.
+    a, b = re.findall(WORDS, old + ' '), re.findall(WORDS, new + ' ')
+    blocks = _blocks(a, b, 3)
+    same = sum(len(its) for is_same, its, _ in blocks if is_same)
+    if 2 * same < max(len(a), len(b)):
+        return _signed('-', old) + _signed('+', new)
+    out, at = [], start
+    for n, (is_same, before, after) in enumerate(blocks):
+        text = ''.join(after)
+        at += len(text)
+        if not is_same:
+            out += _sides(''.join(before), text)
+            continue
+        head, tail = _near(after, NEAR_WORDS, n > 0, n + 1 < len(blocks))
+        last = ''.join(tail)
+        rest = '' if tail or len(head) == len(after) else ' [...]'
+        out += _signed(' ', ''.join(head).rstrip() + rest) if head else []
+        if tail:
+            out.append('@character %d of %d' % (at - len(last) + 1, size))
+            out += _signed(' ', last.rstrip())
+    return out
+
+
+def _clipped(line):
+    return ' ' + (line if len(line) <= LONG_LINE
+                  else line[:LONG_LINE - 6].rstrip() + ' [...]')
+
+
+def _text_lines(old, new):
+    """Compare two texts: lines that start with '-', '+', ' ', or with '@'
+    to say where the next ones stand. None is no text."""
+    a, b = ([] if text is None else text.split('\n') for text in (old, new))
+    blocks, out, row, at = _blocks(a, b, 1), [], 0, 0
+    for n, (is_same, before, after) in enumerate(blocks):
+        row += len(after)
+        if is_same:
+            head, tail = _near(after, NEAR_LINES, n > 0,
+                               n + 1 < len(blocks))
+            out += map(_clipped, head)
+            if tail:
+                out.append('@line %d of %d' % (row - len(tail) + 1, len(b)))
+                out += map(_clipped, tail)
+        elif before and after and max(map(len, before + after)) > LONG_LINE:
+            out += _word_lines('\n'.join(before), '\n'.join(after), at,
+                               len(new))
+        else:
+            out += ['-' + line for line in before]
+            out += ['+' + line for line in after]
+        at += sum(map(len, after)) + len(after)
+    return out
+
+
+def _json_word(value):
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)
+
+
+def _path(path, key):
+    """Write where a value stands, one step further."""
+    if isinstance(key, int):
+        return '%s[%d]' % (path, key)
+    if re.match(r'[A-Za-z0-9_$-]+\Z', key):
+        return '%s.%s' % (path, key)
+    return '%s[%s]' % (path, _json_word(key))
+
+
+def _is_plain(value):
+    return not isinstance(value, (dict, list))
+
+
+def _leaves(sign, path, value):
+    """Show a value that came or went, a line for each of its leaves."""
+    word = _json_word(value)
+    if _is_plain(value) or len(word) <= 48 or (
+            is_list(value) and all(map(_is_plain, value))):
+        return ['%s%s: %s' % (sign, path, word)]
+    pairs = sorted(value.items()) if is_table(value) else enumerate(value)
+    return [line for key, item in pairs
+            for line in _leaves(sign, _path(path, key), item)]
+
+
+def _beyond(words, others):
+    """Split words into those that others lack, and the rest."""
+    left, extra, rest = {}, [], []
+    for word in others:
+        left[word] = left.get(word, 0) + 1
+    for word in words:
+        (rest if left.get(word) else extra).append(word)
+        left[word] = left.get(word, 0) - 1
+    return extra, rest
+
+
+def _member_lines(path, old, new):
+    """Compare two lists of plain values as sets that have an order."""
+    a, b = list(map(_json_word, old)), list(map(_json_word, new))
+    (gone, kept), (came, same) = _beyond(a, b), _beyond(b, a)
+    said = ['- ' + word for word in gone] + ['+ ' + word for word in came]
+    if kept != same:
+        said.append('order changed: %s -> %s' % (_json_word(old),
+                                                 _json_word(new)))
+    return ['~%s: %s' % (path, ', '.join(said))]
+
+
+def _list_lines(path, old, new, compare):
+    """Compare two lists that hold objects, item by item: compare(path,
+    old, new) does it for two of them."""
+    a, b = list(map(canonical, old)), list(map(canonical, new))
+    if sorted(a) == sorted(b):
+        return ['~%s: order changed' % path]
+    out = []
+    for tag, a1, a2, b1, b2 in _opcodes(a, b):
+        if tag == 'replace' and a2 - a1 == b2 - b1:
+            for n, m in zip(range(a1, a2), range(b1, b2)):
+                out += compare(_path(path, m), old[n], new[m])
+        elif tag != 'equal':
+            for n in range(a1, a2):
+                out += _leaves('-', _path(path, n), old[n])
+            for n in range(b1, b2):
+                out += _leaves('+', _path(path, n), new[n])
+    return out
+
+
+def _value_lines(path, old, new):
+    """Compare two JSON values: lines of what came, went and changed.
+
+    '~path: old -> new', '+path: value', '-path: value'; below '~path:' a
+    long text is compared as one.
+    """
+    if canonical(old) == canonical(new):
         return []
-    if is_text(value):
-        return value.split('\n')
-    return json.dumps(value, indent=2, sort_keys=True,
-                      ensure_ascii=False).split('\n')
+    if is_table(old) and is_table(new):
+        out = []
+        for key in sorted(set(old) | set(new)):
+            where = _path(path, key)
+            if key not in new or key not in old:
+                out += (_leaves('-', where, old[key]) if key in old
+                        else _leaves('+', where, new[key]))
+            else:
+                out += _value_lines(where, old[key], new[key])
+        return out
+    if is_list(old) and is_list(new):
+        if all(map(_is_plain, old + new)):
+            return _member_lines(path, old, new)
+        return _list_lines(path, old, new, _value_lines)
+    if is_text(old) and is_text(new) and (
+            max(len(old), len(new)) > LONG_LINE or '\n' in old + new):
+        return ['~%s:' % path] + _text_lines(old, new)
+    if _is_plain(old) and _is_plain(new):
+        return ['~%s: %s -> %s' % (path, _json_word(old), _json_word(new))]
+    return _leaves('-', path, old) + _leaves('+', path, new)
 
 
 def diff_definitions(old, new):
     """Compare two canonical texts field by field: (field, lines) each.
 
-    A line starts with '-', '+' or ' ' as in a unified diff. old is '' for
-    a tool that was never approved, new is '' for one that has no text.
+    The first character of a line is its sign: '-' went, '+' came, ' '
+    stays, '@' says where the next lines stand; '~' is a path whose value
+    changed. old is '' for a tool that was never approved, new is '' for
+    one that has no text.
     """
-    import difflib
     before = json.loads(old) if old else {}
     after = json.loads(new) if new else {}
     out = []
-    for field in HASHED:
-        if before.get(field) == after.get(field):
-            continue
-        lines = list(difflib.unified_diff(
-            _lines(before.get(field)), _lines(after.get(field)),
-            lineterm='', n=3))[2:]
-        if not lines:       # "5" and 5 look alike as lines
-            lines = [sign + canonical(table.get(field)) for sign, table in (
-                ('-', before), ('+', after))]
-        out.append((field, [line for line in lines
-                            if not line.startswith('@@')]))
+    for field in changed_fields(old, new):
+        a, b = before.get(field), after.get(field)
+        if all(value is None or is_text(value) for value in (a, b)):
+            lines = _text_lines(a, b)
+        elif a is None or b is None:
+            lines = (_leaves('+', field, b) if a is None
+                     else _leaves('-', field, a))
+        else:
+            lines = _value_lines(field, a, b)
+        out.append((field, lines))
     return out
 
 
+def _texts_in(value):
+    """Collect the strings of a JSON value, its keys among them."""
+    todo, texts = [value], []
+    while todo:
+        item = todo.pop()
+        if is_text(item):
+            texts.append(item)
+        elif is_table(item):
+            for key in sorted(item, reverse=True):
+                todo += [item[key], key]
+        elif is_list(item):
+            todo += reversed(item)
+    return texts
+
+
+def definition_notes(text):
+    """Name what hides or misleads in a definition: (field, note) each."""
+    table = json.loads(text) if text else {}
+    return [(field, note) for field in HASHED if field in table
+            for note in odd_notes('\n'.join(_texts_in(table[field])))]
+
+
 def diff_hints(old, new):
-    """Compare hints: lines 'name: old -> new (riskier)'."""
+    """Compare hints: lines 'name: old -> new (riskier)'.
+
+    old: None for a tool that was never approved.
+    """
     word = {True: 'true', False: 'false', None: 'absent'}
-    risky = {line.split(' ')[0] for line in riskier_hints(old, new)}
+    if old is None:
+        return ['%s: %s' % (name, word[new[name]]) for name in HINTS
+                if name in new]
+    ways = [(line.split(' ')[0], way) for way, lines in (
+        (' (riskier)', riskier_hints(old, new)),
+        (' (safer)', riskier_hints(new, old))) for line in lines]
     return ['%s: %s -> %s%s' % (
         name, word[old.get(name)], word[new.get(name)],
-        ' (riskier)' if name in risky else '')
+        dict(ways).get(name, ''))
         for name in HINTS if old.get(name) is not new.get(name)]
+
+
+CONTRACT_NAME = r'[A-Za-z0-9._-]{1,64}\Z'
+# What happened to a required tool: reason -> event, event -> words.
+REASON_EVENTS = {
+    'tool_changed': 'changed', 'not_found': 'vanished',
+    'tool_pending_approval': 'pending', 'oauth_required': 'login_needed',
+    'hash_mismatch': 'pin_mismatch', 'server_quarantined': 'quarantined',
+    'server_disabled': 'disabled', 'tool_blocked_by_user': 'blocked',
+    'tool_denied_by_config': 'denied',
+    'server_not_configured': 'not_configured'}
+EVENT_WORDS = {
+    'pending': 'pending approval', 'login_needed': 'needs a login',
+    'pin_mismatch': 'pin no longer fits', 'missing': 'is not there',
+    'launch_changed': 'launch changed', 'quarantined': 'is quarantined',
+    'disabled': 'is switched off', 'blocked': 'is blocked',
+    'denied': 'is denied by the config',
+    'not_configured': 'is not configured', 'back': 'is back'}
+
+
+def read_contract(name, at, body):
+    """Read a Contract as contract_text wrote it."""
+    return Contract(name, at, **json.loads(body))
+
+
+def contract_text(contract):
+    """Write what the state keeps of a Contract beside name and instant."""
+    return compact_json(dict(zip(contract._fields[2:], contract[2:])))
+
+
+def contract_moves(before, found):
+    """Set what is wrong now beside what was: (events, what is wrong).
+
+    before: id -> fault. found: id -> fault, {} where all is well; an id
+    that it lacks stays as it was. Only a move is an event: a fault that
+    lasts is not told again.
+    """
+    events, after = [], dict(before)
+    for name, fault in found.items():
+        old = after.pop(name, {})
+        if fault:
+            after[name] = fault
+        if fault.get('event') != old.get('event'):
+            events.append(dict({'id': name}, **(fault or {'event': 'back'})))
+    return events, after
+
+
+def contract_line(name, events):
+    """Say what happened to a contract, such as 'job: gh:a changed'."""
+    return '%s: %s' % (name, ', '.join('%s %s' % (
+        event['id'], EVENT_WORDS.get(event['event'], event['event']))
+        for event in events))
+
+
+# A snapshot carries what is known of servers to another host (state export).
+SNAPSHOT_VERSION = 1
+SNAPSHOT_DEPTH = 3              # levels around a definition in a snapshot
+
+
+def _is_hash(value):
+    return is_text(value) and bool(re.match(r'[0-9a-f]{64}\Z', value))
+
+
+def _is_word(value):
+    return is_text(value) and is_storable(value)
+
+
+def _is_name(value):
+    return _is_word(value) and bool(value.strip())
+
+
+def _is_instant(value):
+    try:
+        return is_text(value) and format_time(parse_time(value)) == value
+    except UsageError:
+        return False
+
+
+def _is_hints(value):
+    return is_table(value) and read_hints(value) == value
+
+
+def _or_null(claim):
+    return lambda value: value is None or claim(value)
+
+
+# The shape of each server in a snapshot: a claim, {key: shape} for just
+# these keys, [shape], or (claim, shape) for any keys that a claim holds for.
+SNAPSHOT_SHAPE = {
+    'launch': {'digest': _is_hash, 'text': _is_word, 'known': is_flag,
+               'baselined': is_flag},
+    'seen': {
+        'state': lambda value: value in ('ready', 'pending_auth', 'error'),
+        'cause': _is_word, 'detail': is_text, 'since': _is_instant,
+        'observed_at': _is_instant, 'listed_at': _or_null(_is_instant),
+        'protocol': _or_null(_is_word), 'era': _or_null(_is_word),
+        'ttl': lambda value: type(value) is int and 0 <= value <= MAX_TTL_MS,
+        'refused': (is_text, is_text), 'expires_at': _or_null(_is_instant)},
+    'tools': [{'name': _is_name, 'listed': is_flag, 'hash': _or_null(
+        _is_hash), 'hints': _is_hints, 'flaw': _is_word,
+        'first_seen': _is_instant, 'last_seen': _is_instant}],
+    'approved': [{'name': _is_name, 'hash': _is_hash, 'hints': _is_hints,
+                  'at': _is_instant}],
+    'blocks': (_is_name, _is_instant),
+    'switches': (lambda key: key in ('enabled', 'quarantined'), {
+        'value': is_flag, 'over': is_flag, 'at': _is_instant})}
+SNAPSHOT = {
+    'snapshot_version': lambda value: value == SNAPSHOT_VERSION,
+    'hash_version': lambda value: value == HASH_VERSION,
+    'exported_at': _is_instant, 'servers': (_is_name, SNAPSHOT_SHAPE),
+    'definitions': (_is_hash, is_table), 'sha256': _is_hash}
+
+
+def _misfit(value, shape, where):
+    """Find where a value has not the shape that it must have, or ''."""
+    if isinstance(shape, (dict, tuple)):
+        keys, is_good = shape, is_table(value)
+        if isinstance(shape, dict):
+            is_good = is_good and set(value) == set(shape)
+        else:
+            keys = value if is_good else ()
+            is_good = is_good and all(map(shape[0], value))
+        parts = [(key, value[key], shape[key] if isinstance(shape, dict)
+                  else shape[1]) for key in keys] if is_good else []
+    elif isinstance(shape, list):
+        is_good = is_list(value)
+        parts = [(str(n), item, shape[0]) for n, item in enumerate(
+            value if is_good else ())]
+    else:
+        is_good, parts = shape(value), []
+    for key, item, inner in parts:
+        found = _misfit(item, inner, '%s.%s' % (where, key))
+        if found:
+            return found
+    return '' if is_good else where
+
+
+def _snapshot_flaw(table):
+    """Say how a snapshot contradicts itself, '' when it does not."""
+    texts = table['definitions']
+    for digest, text in texts.items():
+        if sha256(canonical(text)) != digest or (
+                definition_text(text) != canonical(text)):
+            return 'definition %s is not the one of that hash' % digest
+    for name, server in table['servers'].items():
+        for key in ('tools', 'approved'):
+            rows = server[key]
+            if len({row['name'] for row in rows}) != len(rows):
+                return '%s of server %s has a tool twice' % (key, name)
+            for row in rows:
+                shown = json.dumps('%s:%s' % (name, row['name']))
+                flaw = row.get('flaw')
+                if bool(row['hash']) == bool(flaw):
+                    return '%s has both a hash and a flaw, or none' % shown
+                if row['hash'] and texts.get(row['hash'], {}).get(
+                        'name') != row['name']:
+                    return 'the definition of %s is not in it' % shown
+    return ''
+
+
+def snapshot_digest(table):
+    """Digest all that a snapshot says but the digest itself."""
+    return sha256(canonical({key: value for key, value in table.items()
+                             if key != 'sha256'}))
+
+
+def read_snapshot(path, data):
+    """Read the bytes of a snapshot; raises UsageError for any damage."""
+    try:
+        table = decode_json(data.decode('utf-8-sig'),
+                            MAX_DEPTH + SNAPSHOT_DEPTH)
+        why = find_refused(table)
+    except ValueError as exc:
+        why = 'is not JSON: %s' % exc if data.strip() else 'is empty'
+    if not why and (not is_table(table) or 'snapshot_version' not in table):
+        why = 'has no snapshot_version: `state export` did not write it'
+    for key, ours in (('snapshot_version', SNAPSHOT_VERSION),
+                      ('hash_version', HASH_VERSION)):
+        if not why and (type(table.get(key)) is not int
+                        or table[key] != ours):
+            why = ('has %s %s, this version reads %d; export and import with '
+                   'the same preflight.py' % (
+                       key, safe_text(table.get(key)), ours))
+    if not why and table.get('sha256') != snapshot_digest(table):
+        why = 'is damaged: its SHA-256 is not that of what it says'
+    if not why:
+        where = _misfit(table, SNAPSHOT, 'top')
+        why = where and 'has at %s what cannot stand there' % safe_text(
+            where)
+    why = why or safe_text(_snapshot_flaw(table))
+    if why:
+        raise UsageError('snapshot %s %s' % (path, why), 'Nothing was '
+                         'changed. Export it anew with `state export`.')
+    return table
 
 
 # ==========================================================================
@@ -3920,16 +5050,42 @@ def render_report(report, is_terminal):
 def record_line(activity):
     """Say what a check found, as one readable phrase (contract 8)."""
     data = activity['metadata']
+    if activity['type'] == 'health':
+        return '%s: %s' % (data['overall'], ', '.join(
+            '%s %s (%s)' % (row['server'], row['state'], row['reason'])
+            for row in data['servers']))
+    if activity['type'] == 'contract' and 'server' in data:
+        return contract_line(data['contract'], data['tools'])
     if activity['type'] != 'preflight':
-        what = data.get('server') or data.get('token') or ', '.join(
-            data.get('tools') or ())
+        what = (data.get('server') or data.get('token')
+                or data.get('contract') or ', '.join(data.get('tools') or ()))
         return ('%s %s' % (data.get('action') or data.get('state')
                            or activity['status'], what)).strip()
     text = '%s (%s)' % ('ready' if activity['status'] == 'success'
                         else 'blocked', plural(data['ids_count'], 'id'))
+    if data.get('contract'):
+        text = '%s: %s' % (data['contract'], text)
     parts = ['%s x%d' % (code, count) if count > 1 else code
              for code, count in data['reasons'].items()]
     return text + (': ' + ', '.join(parts) if parts else '')
+
+
+def render_health(report, code):
+    """Write a health report: rows, what to do, and the overall line.
+
+    code: the exit code that the report is worth.
+    """
+    text = render_table(
+        ('SERVER', 'STATE', 'REASON', 'CREDENTIAL', 'EVIDENCE'),
+        [(row['server'], row['state'], row['reason'],
+          row['credential_source'], '[%s]' % row['evidence'])
+         for row in report['servers']])
+    for row in report['servers']:
+        text += '\nWhat to do about %s (%s):\n' % (
+            safe_text(row['server']), row['state'])
+        text += ''.join('  - %s\n' % safe_text(step)
+                        for step in row['what_to_do'])
+    return text + '\nOVERALL: %s (exit %d)\n' % (report['overall'], code)
 
 
 def cell_text(value):
@@ -3975,24 +5131,117 @@ def render_fields(row):
     return '\n'.join(lines) + '\n'
 
 
+def wrap_text(text, width):
+    """Break a text at blanks into lines of so many columns."""
+    lines, used = [''], 0
+    for word in re.findall('[^ ]+ *| +', text):
+        size = text_width(word.rstrip(' '))
+        if used and used + size > width:
+            lines[-1] = lines[-1].rstrip(' ')
+            lines.append('')
+            used = 0
+        while size > width:     # longer than a line, such as a URL
+            cut = next(n for n in range(len(word), 0, -1)
+                       if n == 1 or text_width(word[:n]) <= width)
+            lines[-1] = word[:cut]
+            lines.append('')
+            word = word[cut:]
+            size = text_width(word.rstrip(' '))
+        lines[-1] += word
+        used += text_width(word)
+    return lines
+
+
+def _diff_lines(lines):
+    """Make signed lines fit to be judged at 79 columns: what hides shows,
+    blanks at the end too, and each line has the sign of its side."""
+    for line in lines:
+        sign, text = line[:1], reveal(line[1:])
+        if sign in '+-':
+            bare = text.rstrip(' ')
+            text = bare + '\\x20' * (len(text) - len(bare))
+        first, *more = wrap_text(text, 75)
+        yield '  %s%s' % (sign, first)
+        for part in more:
+            yield '  %s  %s' % (sign, part)
+
+
+def _field_head(part):
+    sizes = [len(part[key]) if isinstance(part.get(key), str) else 0
+             for key in ('old', 'new')]
+    return '%s%s:' % (part['field'], ' (%d -> %d characters)' % tuple(sizes)
+                      if min(sizes) > 200 else '')
+
+
 def render_diff(diff):
     """Write what approving a tool would trust, and the line that does."""
-    lines = ['%s: %s%s' % (diff['id'], diff['status'],
-                           ' (%s)' % diff['why'] if diff['why'] else '')]
-    lines.append('approved: %s' % (diff['approved_hash'] or 'never'))
-    lines.append('listed:   %s' % (diff['hash'] or 'no hash'))
+    # What is foreign never begins a line, or it could forge one of ours.
+    lines = ['\n  '.join(wrap_text('%s: %s%s' % (
+        reveal(diff['id']), diff['status'],
+        ' (%s)' % safe_text(diff['why']) if diff['why'] else ''), 77))]
+    for word, text in (('approved: ', diff['approved_hash'] or 'never'),
+                       ('listed:   ', diff['hash'] or 'no hash')):
+        lines.append(word + text if len(text) < 70
+                     else '%s\n  %s' % (word.rstrip(), text))
+    if not diff.get('listed', True):
+        lines.append('not listed now: there is nothing to approve')
+    if diff.get('note'):
+        lines.append('\n  '.join(wrap_text('note: ' + safe_text(
+            diff['note']), 77)))
     for part in diff['fields']:
-        lines.append(part['field'] + ':')
-        lines += ['  ' + line for line in part['lines']]
+        lines.append(_field_head(part))
+        lines += _diff_lines(part['lines'])
     if diff['hints']:
         lines += ['hints:'] + ['  ' + line for line in diff['hints']]
     if not diff['fields'] and not diff['hints'] and diff['hash']:
         lines.append('no difference')
+    if diff.get('odd_characters'):
+        lines.append('characters that hide or look like others:')
+        lines += ['  ' + '\n    '.join(wrap_text(safe_text(note), 75))
+                  for note in diff['odd_characters']]
     if diff['token']:
         lines.append('review token: ' + diff['token'])
-    if diff['approve'] and diff['status'] != 'approved':
-        lines.append('approve: ' + diff['approve'])
-    return '\n'.join(safe_text(line) for line in lines) + '\n'
+    if diff['approve'] and (diff['status'] != 'approved'
+                            or diff.get('ignored')):
+        lines.append('approve: ' + safe_text(diff['approve']))
+    return '\n'.join(lines) + '\n'
+
+
+def render_lock_check(found, is_terminal):
+    """Write a check by a lockfile, then what drifted and what is new."""
+    text = render_report(found.report, is_terminal)
+    for row in found.drift:
+        text += '\ndrift: '
+        if row['token']:
+            text += render_diff(row)
+            continue
+        lines = ['%s: %s%s' % (row['id'], row['status'], ' (%s)' % row['why']
+                               if row['why'] else '')]
+        lines += ['  ' + line for part in row['fields']
+                  for line in part['lines']]
+        lines += ['approve: ' + row['approve']] if row['approve'] else []
+        text += '\n'.join(map(safe_text, lines)) + '\n'
+    if found.new:
+        text += '\nnot in the lockfile:\n' + render_rows(
+            found.new, ('id', 'status', 'hash'))
+    return text
+
+
+def render_review(found):
+    """Write what a walk through all that awaits review came to."""
+    text = ''
+    if found['tools']:
+        text = render_rows(found['tools'], ('result', 'id'))
+        said = [row['result'] for row in found['tools']]
+        text += ', '.join('%d %s' % (said.count(word), word)
+                          for word in dict.fromkeys(said)) + '\n'
+    elif not found['servers']:
+        text = 'nothing awaits review\n'
+    for row in found['servers']:
+        text += '\n%s\n  approve it: %s\n' % (
+            '\n  '.join(wrap_text(safe_text(row['why']), 77)),
+            safe_text(row['approve']))
+    return text
 
 
 def render_check(found):
@@ -4002,6 +5251,29 @@ def render_check(found):
     lines.append('%s, %s, %s' % (plural(found['servers'], 'server'),
                                  plural(len(found['errors']), 'error'),
                                  plural(len(found['warnings']), 'warning')))
+    return '\n'.join(safe_text(line) for line in lines) + '\n'
+
+
+def render_import(found):
+    """Write what `state import` did, a line for each server."""
+    rows = [dict(row, approved=len(row['approved']),
+                 blocked=len(row['blocked'])) for row in found['servers']]
+    return render_rows(rows, ('server', 'result', 'tools', 'approved',
+                              'blocked', 'observed_at', 'stale_at',
+                              'detail'))
+
+
+def render_doctor(found):
+    """Write the findings of `doctor`, with a remedy below each problem."""
+    lines = []
+    for row in found['checks']:
+        lines.append('%-8s %s: %s' % ('ok' if row['ok'] else 'PROBLEM',
+                                      row['check'], row['detail']))
+        if row['remedy']:
+            lines.append(' ' * 9 + row['remedy'])
+    bad = [row for row in found['checks'] if not row['ok']]
+    lines.append('%s, %s' % (plural(len(found['checks']), 'check'),
+                             plural(len(bad), 'problem')))
     return '\n'.join(safe_text(line) for line in lines) + '\n'
 
 
@@ -4043,7 +5315,8 @@ World.__doc__ = """What a command may know of its surroundings.
 env: dict. how: the command that started this run, for remedies. home: the
 state directory. configs: paths as named, () for the state's own file.
 now() -> ms; clock() -> monotonic seconds; random(n) -> bytes. stop: signal
-numbers that arrived. ask(question) -> bool; tell(line) writes to stderr.
+numbers that arrived. ask(question) -> bool, ask(question, choices) -> one
+of them, whose initials differ; tell(line) writes to stderr.
 ca_file: certificates to trust besides the system's, '' for none. url: the
 service to ask instead of the state, '' for none.
 """
@@ -4118,11 +5391,14 @@ def open_private(path):
     return file
 
 
-def read_bytes(path):
-    """Read a config file whole; raises ConfigError naming it."""
+def read_bytes(path, limit=MAX_CONFIG_BYTES):
+    """Read a config file whole; raises ConfigError naming it.
+
+    One byte more than limit says that it is longer.
+    """
     try:
         with open(path, 'rb') as file:
-            return file.read(MAX_CONFIG_BYTES + 1)
+            return file.read(limit + 1)
     except OSError as exc:
         raise ConfigError('cannot read config %s: %s' % (
             path, os_reason(exc))) from exc
@@ -4137,6 +5413,32 @@ def read_text(path):
     except (ConfigError, OSError, UnicodeDecodeError):
         pass
     return None
+
+
+def replace_file(path, data, ready):
+    """Write a file whole or not at all; its mode and a link to it stay.
+
+    ready() is called when the new bytes are on the disk, before they take
+    the place of the old. Raises PreflightError.
+    """
+    real = os.path.realpath(path)
+    fresh, is_made = '%s.%d.new' % (real, os.getpid()), False
+    try:
+        with open(fresh, 'xb') as file:
+            is_made = True
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if os.path.exists(real):
+            os.chmod(fresh, os.stat(real).st_mode & 0o7777)
+        ready()
+        os.replace(fresh, real)
+    except OSError as exc:
+        raise PreflightError('cannot write %s: %s' % (
+            path, os_reason(exc))) from exc
+    finally:
+        if is_made and os.path.exists(fresh):
+            os.unlink(fresh)
 
 
 def file_system_of(path):
@@ -4155,6 +5457,25 @@ def file_system_of(path):
     except OSError:
         pass
     return best[1]
+
+
+def write_private(path, data):
+    """Write a file of ours whole or not at all, 0600; raises StoreError."""
+    fresh = '%s.%d.new' % (path, os.getpid())
+    try:
+        file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            with os.fdopen(file, 'wb') as out:
+                out.write(data)
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(fresh, path)
+        except BaseException:
+            os.unlink(fresh)
+            raise
+    except OSError as exc:
+        raise StoreError('cannot write %s: %s' % (path, os_reason(exc))
+                         ) from exc
 
 
 class FileLock:
@@ -4273,9 +5594,11 @@ create index activity_request on activity(request_id);
 # What makes each later schema from the one before it. A new database runs
 # them all, so that an upgraded one cannot differ from it.
 UPGRADES = (
-    # 2: how often a tool was listed, the last probe, contracts
+    # 2: how often a tool was listed (its changes are from now on a bit for
+    # each of the last looks), the last probe, contracts
     """
 alter table tool add column looks integer not null default 0;
+update tool set changes=0;
 alter table server add column probe text;
 create table contract(name text primary key, at integer not null,
   body text not null) without rowid;
@@ -4355,6 +5678,48 @@ def save_meta(con, key, value):
     con.execute('insert or replace into meta values(?, ?)', (key, value))
 
 
+def bump_generation(con):
+    """Move the mark that says the state (not the audit) has changed."""
+    con.execute("update meta set value=value+1 where key='generation'")
+
+
+def load_definition(con, digest):
+    """Load a canonical definition by its hash, '' when there is none."""
+    row = con.execute('select text from definition where hash=?',
+                      (digest,)).fetchone()
+    return row[0] if row else ''
+
+
+def rehash_stored(con):
+    """Bring hashes of an earlier version up, seen and approved alike.
+
+    So a definition whose text is equal stays approved (contract 10). One
+    whose text is not there keeps its hash and version: what is listed is
+    then changed, until the next look.
+    """
+    found = {'': ''}            # a refused definition has no hash
+    for (digest,) in con.execute(
+            'select hash from tool where version<:now union select hash '
+            'from approved where version<:now', {'now': HASH_VERSION}
+    ).fetchall():
+        fresh = rehash(digest, load_definition(con, digest))
+        if fresh:
+            found[digest] = fresh[0]
+            con.execute('insert or ignore into definition values(?, ?)',
+                        fresh)
+
+    def rehashed(digest):       # Python 3.6 would hash found with its get
+        return found.get(digest)
+    con.create_function('rehashed', 1, rehashed)
+    for table in ('tool', 'approved'):
+        con.execute('update %s set hash=rehashed(hash), version=:now where '
+                    'version<:now and rehashed(hash) is not null' % table,
+                    {'now': HASH_VERSION})
+    con.execute("update tool set flaw='the way to hash changed, and its "
+                "definition is not stored; look again' where version<?",
+                (HASH_VERSION,))
+
+
 class Store:
     """The state of one directory, through one connection.
 
@@ -4374,28 +5739,38 @@ class Store:
     def __enter__(self):
         return self
 
-    def __exit__(self, *exc):
-        self.close()
+    def __exit__(self, kind, exc, trace):
+        try:
+            self.close()
+        except StoreError:
+            if exc is None:
+                raise           # else what ended us says more
 
     def connect(self):
         """Open the database, creating it where there is none."""
         import sqlite3
-        if self.con is not None:
+        if self.is_checked:
             return self.con
         try:
-            if not self._is_there():
-                with self.lock:
-                    if not self._is_there():
-                        self._create(self.path + '.new')
-            self.inode = os.stat(self.path).st_ino
-            self.con = self._open(self.path)
-            self._upgrade()
+            if self.con is None:
+                self._be_there()
+                self.inode = os.stat(self.path).st_ino
+                self.con = self._open(self.path)
+            if self._is_older():
+                self._upgrade()
         except sqlite3.Error as exc:
             raise store_error(exc, self.path) from exc
         except OSError as exc:
             raise StoreError('cannot open %s: %s' % (
                 self.path, os_reason(exc))) from exc
         return self.con
+
+    def _be_there(self):
+        """Make the database where there is none, once of many at once."""
+        if not self._is_there():
+            with self.lock:
+                if not self._is_there():
+                    self._create(self.path + '.new')
 
     def _is_there(self):
         """Tell whether there is a database; it is born complete."""
@@ -4438,7 +5813,8 @@ class Store:
             for statement in ';'.join((SCHEMA,) + UPGRADES).split(';'):
                 con.execute(statement)
             con.executemany('insert into meta values(?, ?)', (
-                ('schema', SCHEMA_VERSION), ('generation', 0)))
+                ('schema', SCHEMA_VERSION), ('generation', 0),
+                ('hash_version', HASH_VERSION)))
             con.execute('commit')
             if file_system_of(self.home) not in NETWORK_FILE_SYSTEMS:
                 con.execute('pragma journal_mode=wal')
@@ -4459,39 +5835,62 @@ class Store:
         except OSError:
             return True
 
+    def _versions(self):
+        """Give the versions of schema and hash that the database has."""
+        found = load_meta(self.con, 'hash_version')
+        return load_meta(self.con, 'schema'), 1 if found is None else found
+
     def _is_older(self):
-        version = load_meta(self.con, 'schema')
-        return isinstance(version, int) and 0 < version < SCHEMA_VERSION
+        have, ours = self._versions(), (SCHEMA_VERSION, HASH_VERSION)
+        return have != ours and all(
+            isinstance(version, int) and 0 < version <= limit
+            for version, limit in zip(have, ours))
 
     def _upgrade(self):
         """Bring a database of an earlier version up, all or nothing.
 
         Whoever comes second under the lock finds it done.
         """
-        if not self._is_older():
-            return
-        with self.lock:
-            self.con.execute('begin immediate')
-            try:
-                steps = UPGRADES[load_meta(self.con, 'schema') - 1:]
-                for statement in ';'.join(steps).split(';'):
-                    self.con.execute(statement)
-                save_meta(self.con, 'schema', SCHEMA_VERSION)
-                self.con.execute('commit')
-            finally:
-                if self.con.in_transaction:
-                    self.con.execute('rollback')
+        import sqlite3
+        try:
+            with self.lock:
+                self.con.execute('begin immediate')
+                try:
+                    if self._is_older():
+                        self._migrate()
+                    self.con.execute('commit')
+                finally:
+                    if self.con.in_transaction:
+                        self.con.execute('rollback')
+        except (sqlite3.Error, StoreError) as exc:
+            if isinstance(exc, sqlite3.Error):
+                exc = store_error(exc, self.path)
+            exc.hint = exc.hint or (
+                'An earlier version made it. It is brought up to date once, '
+                'by a run that may write to %s.' % self.home)
+            raise exc
+
+    def _migrate(self):
+        """Make what later versions have; hash anew what is stored."""
+        for statement in ';'.join(
+                UPGRADES[self._versions()[0] - 1:]).split(';'):
+            self.con.execute(statement)
+        rehash_stored(self.con)
+        save_meta(self.con, 'schema', SCHEMA_VERSION)
+        save_meta(self.con, 'hash_version', HASH_VERSION)
+        bump_generation(self.con)
 
     def check_schema(self):
         """Refuse a database that another version of this file made."""
         if self.is_checked:
             return
-        version = load_meta(self.con, 'schema')
-        if version != SCHEMA_VERSION:
-            raise StoreError('the state database %s has schema %s, this '
-                             'version reads %d' % (
-                                 self.path, version, SCHEMA_VERSION),
-                             'Use the newer preflight.py, or another --home.')
+        have = self._versions()
+        if have != (SCHEMA_VERSION, HASH_VERSION):
+            raise StoreError(
+                'the state database %s has schema %s and hash version %s, '
+                'this version reads %d and %d' % (
+                    (self.path,) + have + (SCHEMA_VERSION, HASH_VERSION)),
+                'Use the newer preflight.py, or another --home.')
         self.is_checked = True
 
     def write(self):
@@ -4505,7 +5904,7 @@ class Store:
     def close(self):
         """Close under the lock: the last close is a checkpoint."""
         import sqlite3
-        con, self.con = self.con, None
+        con, self.con, self.is_checked = self.con, None, False
         try:
             if con is not None:
                 with self.lock:
@@ -4519,11 +5918,6 @@ class Store:
 def key_text(path):
     """Make a path fit to be a key, whatever bytes its name holds."""
     return path.encode('utf-8', 'backslashreplace').decode('utf-8')
-
-
-def bump_generation(con):
-    """Move the mark that says the state (not the audit) has changed."""
-    con.execute("update meta set value=value+1 where key='generation'")
 
 
 LINK_COLUMNS = ('launch, state, cause, detail, since, observed_at, '
@@ -4558,9 +5952,11 @@ def load_switches(con, name, file):
         (name, key_text(file)))}
 
 
+MOVES_KEPT = 20                 # looks that a tool's moves are counted in
 TOOL_QUERY = """
 select t.name, t.listed, t.hash, t.version, t.hints, t.flaw, t.first_seen,
-  t.last_seen, a.hash, a.version, a.hints, a.at, a.how, b.at
+  t.last_seen, a.hash, a.version, a.hints, a.at, a.how, b.at, t.changes,
+  t.looks
 from tool t left join approved a on a.server=:name and a.launch=:launch
   and a.name=t.name left join block b on b.server=:name and b.name=t.name
 where t.server=:id"""
@@ -4571,7 +5967,7 @@ def _tool(name, row):
                         row[12]) if row[8] is not None else None
     return Tool(name, row[0], bool(row[1]), row[2], row[3],
                 json.loads(row[4]), row[5], approved, row[13], row[6],
-                row[7])
+                row[7], (bin(row[14]).count('1'), min(row[15], MOVES_KEPT)))
 
 
 def load_tools(con, server_id, name, launch, only=None):
@@ -4592,20 +5988,6 @@ def load_approved(con, name, launch):
             for row in con.execute(
         'select name, hash, version, hints, at, how from approved where '
         'server=? and launch=?', (name, launch))}
-
-
-def load_definition(con, digest):
-    """Load a canonical definition by its hash, '' when there is none."""
-    row = con.execute('select text from definition where hash=?',
-                      (digest,)).fetchone()
-    return row[0] if row else ''
-
-
-def load_changes(con, server_id, name):
-    """Load how often a tool's definition moved between two looks, and how
-    many looks have listed it: (changes, looks)."""
-    return con.execute('select changes, looks from tool where server=? and '
-                       'name=?', (server_id, name)).fetchone() or (0, 0)
 
 
 def load_listed_names(con, server_id, limit):
@@ -4666,6 +6048,12 @@ def save_probe(con, name, file, value):
     con.execute('update server set probe=? where name=? and file=?',
                 (compact_json(value), name, key_text(file)))
     bump_generation(con)
+
+
+def save_definitions(con, texts):
+    """Save canonical definitions: hash -> text."""
+    con.executemany('insert or ignore into definition values(?, ?)',
+                    texts.items())
 
 
 def save_contract(con, name, at, body):
@@ -4733,12 +6121,13 @@ def save_tools(con, server_id, rows, gone, now):
     for tool in rows:
         given = {'hash': tool.hash, 'version': HASH_VERSION, 'now': now,
                  'hints': canonical(tool.hints), 'flaw': tool.flaw,
-                 'server': server_id, 'name': tool.name}
+                 'server': server_id, 'name': tool.name,
+                 'kept': (1 << MOVES_KEPT) - 1}
         done = con.execute(
-            'update tool set looks=looks+1, changes=changes+(hash<>:hash), '
-            'listed=1, hash=:hash, version=:version, hints=:hints, '
-            'flaw=:flaw, last_seen=:now where server=:server and '
-            'name=:name', given)
+            'update tool set looks=looks+1, changes=(changes<<1 | '
+            '(hash<>:hash)) & :kept, listed=1, hash=:hash, '
+            'version=:version, hints=:hints, flaw=:flaw, last_seen=:now '
+            'where server=:server and name=:name', given)
         if not done.rowcount:
             con.execute('insert into tool values(:server, :name, 1, :hash, '
                         ':version, :hints, :flaw, 0, :now, :now, 1)', given)
@@ -4747,6 +6136,33 @@ def save_tools(con, server_id, rows, gone, now):
 def forget_list(con, server_id):
     """Unlist every tool: another launch's list is not this one's."""
     con.execute('update tool set listed=0 where server=?', (server_id,))
+
+
+def save_carried(con, name, file, link, tools):
+    """Save what another host saw of a server, its list included.
+
+    tools: dicts with the columns' names. It is no look of this host: how
+    often a tool was listed here, and moved, stays.
+    """
+    con.execute('insert or ignore into server(name, file) values(?, ?)',
+                (name, key_text(file)))
+    row_id = load_link(con, name, file)[0]
+    save_link(con, row_id, link)
+    forget_list(con, row_id)
+    for row in tools:
+        given = dict(row, server=row_id, version=HASH_VERSION,
+                     hints=canonical(row['hints']))
+        done = con.execute(
+            'update tool set listed=:listed, hash=:hash, version=:version, '
+            'hints=:hints, flaw=:flaw, first_seen=min(first_seen, '
+            ':first_seen), last_seen=:last_seen where server=:server and '
+            'name=:name', given)
+        if not done.rowcount:
+            con.execute(
+                'insert into tool(server, name, listed, hash, version, '
+                'hints, flaw, changes, first_seen, last_seen) values('
+                ':server, :name, :listed, :hash, :version, :hints, :flaw, 0, '
+                ':first_seen, :last_seen)', given)
 
 
 def save_approvals(con, name, launch, tools, how):
@@ -4842,6 +6258,34 @@ def delete_token(con, name):
 def data_version(con):
     """Give a number that moves when another connection has written."""
     return con.execute('pragma data_version').fetchone()[0]
+
+
+def sqlite_version():
+    """Give the version of SQLite as three numbers."""
+    import sqlite3
+    return sqlite3.sqlite_version_info
+
+
+def load_latest(con):
+    """Load the newest instants: of a record, and of a look; 0 for none."""
+    return con.execute('select (select ifnull(max(at), 0) from activity), '
+                       '(select ifnull(max(observed_at), 0) from server)'
+                       ).fetchone()
+
+
+def find_damage(con):
+    """Read the whole database and say what is damaged, '' for nothing."""
+    said = con.execute('pragma quick_check(1)').fetchone()[0]
+    return '' if said == 'ok' else said
+
+
+def is_wal(path):
+    """Tell whether a database file is in WAL mode, without opening it."""
+    try:
+        with open(path, 'rb') as file:
+            return file.read(20)[18:] == b'\2\2'
+    except OSError:
+        return False
 
 
 def load_last_record(con):
@@ -5050,31 +6494,213 @@ def prune_records(store, before, actor):
 # ==========================================================================
 
 
-def find_command(command, base, env):
+def windows_names(command, env):
+    """List the file names that Windows tries for a command, best first.
+
+    PATHEXT tells them: npx is npx.cmd there, and the npx beside it is a
+    script for other systems.
+    """
+    kinds = (env.get('PATHEXT') or '.COM;.EXE;.BAT;.CMD').lower().split(';')
+    if os.path.splitext(command)[1].lower() in filter(None, kinds):
+        return [command]
+    return [command + kind for kind in kinds if kind]
+
+
+def find_command(command, base, env, is_windows=os.name == 'nt'):
     """Resolve a command as the config's author meant it.
 
     With a slash it is relative to base, else it is looked up in the PATH of
     the server's own environment, in which a relative place is one of base,
     never of where we run. Raises UpstreamError command_not_found.
     """
-    import shutil
-    if '/' in command or os.sep in command:
-        path = os.path.join(base, command)
-        if not os.path.exists(path):
-            raise UpstreamError('command_not_found', 'command %s not found'
-                                % path)
-        if os.path.isdir(path) or not os.access(path, os.X_OK):
-            raise UpstreamError('command_not_found', 'command %s is not '
-                                'executable' % path)
-        return path
-    path = env.get('PATH', os.defpath)
-    found = shutil.which(command, path=os.pathsep.join(
-        os.path.join(base, place) for place in path.split(os.pathsep)))
-    if not found:
+    path, divider = env.get('PATH', os.defpath), os.pathsep
+    places, names = [''], [command]
+    if is_windows:
+        names, divider = windows_names(command, env), ';'
+    is_path = '/' in command or is_windows and '\\' in command
+    if not is_path:
+        places = [place.strip('"') for place in path.split(divider)]
+    found = [os.path.join(base, place, name)
+             for place in places for name in names]
+    for each in found:
+        if os.path.isfile(each) and (is_windows or os.access(each, os.X_OK)):
+            return each
+    if not is_path:
         raise UpstreamError(
             'command_not_found', "command '%s' not found; PATH was %s; give "
             'an absolute path or set env.PATH' % (command, path))
-    return found
+    raise UpstreamError('command_not_found', 'command %s %s' % (
+        os.path.join(base, command), 'is not executable'
+        if any(map(os.path.exists, found)) else 'not found'))
+
+
+def batch_line(path, args, env):
+    """Write the command line that runs a .cmd or .bat file on Windows.
+
+    cmd.exe reads it, which knows a % inside quotes too: the empty part of a
+    variable behind each keeps it a sign. Raises UpstreamError for a line
+    break, which nothing keeps.
+    """
+    shell = env.get('COMSPEC') or os.path.join(
+        env.get('SYSTEMROOT') or r'C:\Windows', 'System32', 'cmd.exe')
+
+    def quote(word):
+        if re.search('[\r\n]', word):
+            raise UpstreamError('protocol', 'an argument holds a line break, '
+                                'which no batch file can be given')
+        word = re.sub(r'(\\*)"', r'\1\1""', word.replace('%', '%%cd:~,%'))
+        return '"%s"' % re.sub(r'(\\+)\Z', r'\1\1', word)
+    return '"%s" /e:ON /v:OFF /d /c "%s"' % (
+        shell, ' '.join(map(quote, [path] + list(args))))
+
+
+def end_group(child, is_forced, env, is_windows=os.name == 'nt'):
+    """Ask a child and all that it started to end, or end them by force."""
+    import signal
+    import subprocess
+    try:
+        if not is_windows:
+            os.killpg(child.pid, signal.SIGKILL if is_forced
+                      else signal.SIGTERM)
+        elif not is_forced:
+            child.send_signal(getattr(signal, 'CTRL_BREAK_EVENT',
+                                      signal.SIGTERM))
+        else:
+            subprocess.call(
+                [os.path.join(env.get('SYSTEMROOT') or r'C:\Windows',
+                              'System32', 'taskkill.exe'), '/F', '/T',
+                 '/PID', str(child.pid)], stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                timeout=ENGINE_MS / 1000)
+    except (OSError, subprocess.TimeoutExpired):
+        pass                    # it has ended, or is not ours to end
+    if is_windows and is_forced and child.poll() is None:
+        child.kill()
+
+
+def reap(child, seconds):
+    """Wait for a child to end; tells whether it did. One under sudo, say,
+    may not be ours to end."""
+    import subprocess
+    try:
+        child.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def own_group():
+    """Give what has Popen start a group of processes of its own."""
+    if os.name == 'nt':
+        return {'creationflags': 0x200}     # CREATE_NEW_PROCESS_GROUP
+    return {'start_new_session': True}
+
+
+class Container:
+    """What `docker run` starts: the end of its client does not end it.
+
+    It is told by the id that the client writes into a file: one of ours, in
+    a directory of our own, unless the config names one that is not there
+    yet. Nothing is ever ended by its image or name.
+    """
+
+    # What the clients say when there is nobody to start it.
+    AWAY = (r'(?i)cannot connect to (?:the docker daemon|podman)|error '
+            r'during connect|failed to connect to the docker api|unable to '
+            r'connect to podman|cannot access containerd socket|permission '
+            r'denied while trying to connect')
+
+    def __init__(self, run, argv, cwd, env):
+        self.run, self.argv, self.cwd, self.env = run, argv, cwd, env
+        self.place = None       # our directory
+        self.file = None        # where the id will stand
+
+    def open(self):
+        """Give the command line to start, which leaves the id behind."""
+        import tempfile
+        given = self.run.options.get('cidfile')
+        if given:
+            path = os.path.join(self.cwd, given)
+            self.file = None if os.path.lexists(path) else path
+            return self.argv
+        if self._is_walled():
+            return self.argv
+        self.place = tempfile.mkdtemp(prefix='preflight-')
+        self.file, at = os.path.join(self.place, 'cid'), self.run.at
+        return (self.argv[:at] + ['--cidfile', self.file] + self.argv[at:])
+
+    def _is_walled(self):
+        """Tell of a client that sees another /tmp, and would fail."""
+        return '/snap/' in self.argv[0] or 'WSL_DISTRO_NAME' in self.env and (
+            self.argv[0].lower().endswith('.exe'))
+
+    def id(self):
+        """Give the container's id, '' while there is none."""
+        try:
+            with open(self.file or os.devnull, encoding='ascii') as file:
+                found = re.match(r'[0-9a-f]{12,64}\Z', file.read(80).strip())
+        except (OSError, ValueError):
+            return ''
+        return found.group() if found else ''
+
+    def is_away(self, tail):
+        """Tell whether a client that failed had nobody to talk to."""
+        text = tail.decode('utf-8', 'replace')
+        return not self.id() and re.search(self.AWAY, text) is not None
+
+    def end(self, is_survivor):
+        """End the container itself, once its client is gone.
+
+        is_survivor: it outlived the end of its input and a TERM. Of another
+        only what still runs is stopped; what it left is the user's.
+        """
+        name = self.id()
+        if name and (not self._call('stop', '-t', '1', name) or is_survivor):
+            self._call('rm', '-f', name)
+
+    def _call(self, *words):
+        import subprocess
+        at = self.run.at - 1
+        try:
+            child = subprocess.Popen(
+                self.argv[:at] + list(words), cwd=self.cwd, env=self.env,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, **own_group())
+        except OSError:
+            return False
+        if not reap(child, ENGINE_MS / 1000):
+            end_group(child, True, self.env)
+            reap(child, ENGINE_MS / 1000)
+        return child.returncode == 0
+
+    def close(self):
+        """Remove our directory."""
+        import shutil
+        if self.place:
+            shutil.rmtree(self.place, ignore_errors=True)
+            self.place = None
+
+
+# Why a command cannot be started, where the command itself is at fault.
+UNSTARTABLE = ('ENOENT', 'ENOTDIR', 'EACCES', 'EPERM', 'ENOEXEC', 'EISDIR',
+               'ELOOP', 'ENAMETOOLONG', 'ELIBBAD')
+
+
+def start_error(exc, command):
+    """Translate what Popen raises: UpstreamError.
+
+    A system that is out of descriptors or memory says nothing of the
+    command.
+    """
+    import errno
+    if not isinstance(exc, OSError):
+        return UpstreamError('command_not_found', 'command %s cannot be '
+                             'started: %s' % (command, exc))
+    if exc.errno is None or errno.errorcode.get(exc.errno) in UNSTARTABLE:
+        return UpstreamError('command_not_found', 'command %s cannot be '
+                             'started: %s' % (command, os_reason(exc)))
+    return UpstreamError('exited', 'could not be started: %s'
+                         % os_reason(exc))
 
 
 class ChildLink:
@@ -5085,9 +6711,13 @@ class ChildLink:
     drained and only its tail kept. close() leaves no process behind.
     """
 
+    patience = 0.02     # seconds until what was written must have come
+
     def __init__(self, argv, cwd, env, world):
         from collections import deque
         self.argv, self.cwd, self.env, self.world = argv, cwd, env, world
+        run = container_of(argv)
+        self.container = run and Container(run, argv, cwd, env)
         self.child, self.selector = None, None
         self.is_closing = False     # what still comes is thrown away
         self.lines = deque()    # complete lines not yet taken
@@ -5102,30 +6732,37 @@ class ChildLink:
 
         Raises UpstreamError when it cannot be started.
         """
-        import selectors
         import subprocess
-        if os.name == 'nt':
-            raise UpstreamError('protocol', 'this version starts no servers '
-                                'on Windows')
         if not os.path.isdir(self.cwd):
             raise UpstreamError('command_not_found', 'the directory %s to '
                                 'start it in is not there' % self.cwd)
+        argv = self.argv
         try:
-            self.selector = selectors.DefaultSelector()
+            if self.container:
+                argv = self.container.open()
+            if os.name == 'nt' and re.search(r'(?i)\.(?:cmd|bat)\Z', argv[0]):
+                argv = batch_line(argv[0], argv[1:], self.env)
+            self._prepare()
             self.child = subprocess.Popen(
-                self.argv, cwd=self.cwd, env=self.env, bufsize=0,
+                argv, cwd=self.cwd, env=self.env, bufsize=0,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE, start_new_session=True)
+                stderr=subprocess.PIPE, **own_group())
         except (OSError, ValueError) as exc:
-            why = os_reason(exc) if isinstance(exc, OSError) else str(exc)
-            raise UpstreamError('command_not_found', 'command %s cannot be '
-                                'started: %s' % (self.argv[0], why)) from exc
+            raise start_error(exc, self.argv[0]) from exc
+        self.open_pipes = {self.child.stdout, self.child.stderr}
+        self._attach()
+
+    def _prepare(self):
+        import selectors
+        self.selector = selectors.DefaultSelector()
+
+    def _attach(self):
+        import selectors
         for pipe in (self.child.stdin, self.child.stdout,
                      self.child.stderr):
             os.set_blocking(pipe.fileno(), False)
-        for pipe in (self.child.stdout, self.child.stderr):
+        for pipe in self.open_pipes:
             self.selector.register(pipe, selectors.EVENT_READ)
-            self.open_pipes.add(pipe)
 
     def send(self, data):
         """Queue bytes for the server; what blocks is sent while reading.
@@ -5133,9 +6770,12 @@ class ChildLink:
         Raises UpstreamError for a server that asks and never reads.
         """
         self.outgoing += data
-        if len(self.outgoing) > MAX_NOISE_BYTES:
-            raise UpstreamError('protocol', 'it does not read its input')
+        self._check_unread(len(self.outgoing))
         self._write()
+
+    def _check_unread(self, size):
+        if size > MAX_NOISE_BYTES:
+            raise UpstreamError('protocol', 'it does not read its input')
 
     def _write(self):
         import selectors
@@ -5172,12 +6812,17 @@ class ChildLink:
             moved = True
             if not chunk:
                 self.selector.unregister(pipe)
-                self.open_pipes.discard(pipe)
-            elif pipe is self.child.stderr:
-                self.tail = (self.tail + chunk)[-2 * STDERR_TAIL_BYTES:]
-            elif not self.is_closing:
-                self._feed(chunk)
+            self._take(pipe, chunk)
         return moved
+
+    def _take(self, pipe, chunk):
+        """Put what came where it belongs; b'' is the end of a pipe."""
+        if not chunk:
+            self.open_pipes.discard(pipe)
+        elif pipe is self.child.stderr:
+            self.tail = (self.tail + chunk)[-2 * STDERR_TAIL_BYTES:]
+        elif not self.is_closing:
+            self._feed(chunk)
 
     def _feed(self, chunk):
         pieces = chunk.split(b'\n')
@@ -5206,26 +6851,27 @@ class ChildLink:
             if left <= 0:
                 return None
             moved = self.pump(min(left, 0.05))
-            if not moved and not self.lines and (
-                    self.child.stdout not in self.open_pipes
-                    or self.is_dead()):
+            if not moved and not self.lines and self._is_over():
                 self._raise_exit()
+
+    def _is_over(self):
+        """Tell whether nothing more can come of the server."""
+        return self.child.stdout not in self.open_pipes or self.is_dead()
 
     def _raise_exit(self):
         self._wait_dead(0.3)
         end = self.world.clock() + 0.3
         while (self.open_pipes and self.world.clock() < end
-               and self.pump(0.02)):
+               and self.pump(self.patience)):
             pass                # its last words
-        raise UpstreamError('exited', self._exit_text())
-
-    def _exit_text(self):
         code = self._exit_code()
-        if code is None:
-            return 'closed its output'
-        if code < 0:
-            return 'killed by signal %d' % -code
-        return 'exited with code %d' % code
+        text = ('closed its output' if code is None
+                else 'killed by signal %d' % -code if code < 0
+                else 'exited with code %d' % code)
+        if code and self.container and self.container.is_away(self.tail):
+            raise UpstreamError('refused', 'cannot reach %s: its client %s'
+                                % (self.container.run.engine, text))
+        raise UpstreamError('exited', text)
 
     def is_dead(self):
         """Tell whether the server itself has ended, without reaping it.
@@ -5252,7 +6898,7 @@ class ChildLink:
         while not self.is_dead():
             if self.world.clock() > end:
                 return False
-            if self.selector.get_map():
+            if self.open_pipes:
                 self.pump(0.01)
             else:
                 self.world.sleep(0.01)
@@ -5266,43 +6912,182 @@ class ChildLink:
         may hold that open.
         """
         self.is_closing = True
-        if self.child is not None:
-            self._end_child(GRACE_MS / 1000)
-        if self.selector is not None:
-            self.selector.close()
-            self.selector = None
+        try:
+            if self.child is not None:
+                self._end_child(GRACE_MS / 1000)
+        finally:
+            if self.selector is not None:
+                self.selector.close()
+                self.selector = None
+            if self.container:
+                self.container.close()
 
     def _end_child(self, grace):
-        import signal
-        import subprocess
-        if self.child.stdin in self.selector.get_map():
-            self.selector.unregister(self.child.stdin)
-        self.child.stdin.close()
+        was_alive = not self.is_dead()
+        self._end_input()
         is_polite = self._wait_dead(grace)
-        self._signal(signal.SIGTERM)
+        end_group(self.child, False, self.env)
         if not is_polite:
             self._wait_dead(grace)
         elif self.open_pipes:
             self._drain(0.2)    # grandchildren get a moment, too
-        self._signal(signal.SIGKILL)
-        try:
-            self.child.wait(grace)
-        except subprocess.TimeoutExpired:
-            pass                # under sudo, say: not ours to end
-        self.child.stdout.close()
-        self.child.stderr.close()
+        end_group(self.child, True, self.env)
+        reap(self.child, grace)
+        if self.container and not (was_alive and is_polite):
+            self.container.end(was_alive)
+        self._let_go()
         self.child = None
+
+    def _end_input(self):
+        pipe = self.child.stdin
+        if not pipe.closed and pipe in self.selector.get_map():
+            self.selector.unregister(pipe)
+        pipe.close()
 
     def _drain(self, seconds):
         end = self.world.clock() + seconds
         while self.open_pipes and self.world.clock() < end:
             self.pump(0.02)
 
-    def _signal(self, number):
+    def _let_go(self):
+        self.child.stdout.close()
+        self.child.stderr.close()
+
+
+class ThreadedLink(ChildLink):
+    """The same with a thread a pipe, for Windows: selectors take no pipes.
+
+    Each thread alone closes its pipe. Closed from here, the number could
+    soon mean another file, which the thread would then read.
+    """
+
+    patience = 0.2      # a thread that has read must get its turn to tell
+
+    def _prepare(self):
+        import queue
+        self.moves = queue.Queue(64)    # (pipe, bytes) that came
+        self.inputs = queue.Queue()     # bytes to send; None is the end
+        self.sent = self.written = 0    # bytes
+        self.is_ended = False
+
+    def _attach(self):
+        import threading
+        child = self.child
+        for work, pipe in ((self._read, child.stdout),
+                           (self._read, child.stderr),
+                           (self._write_all, child.stdin)):
+            threading.Thread(target=work, args=(pipe,), daemon=True).start()
+
+    def _read(self, pipe):
+        chunk = b'-'
+        while chunk and not self.is_ended:
+            try:
+                chunk = os.read(pipe.fileno(), 1 << 16)
+            except OSError:
+                chunk = b''
+            self.moves.put((pipe, chunk))
+        pipe.close()
+
+    def _write_all(self, pipe):
+        for data in iter(self.inputs.get, None):
+            left = data
+            try:
+                while left:
+                    left = left[os.write(pipe.fileno(), left):]
+            except OSError:     # the server is gone; reading will tell
+                pass
+            self.written += len(data)
+        pipe.close()
+
+    def send(self, data):
+        """Hand bytes to the thread that writes them.
+
+        Raises UpstreamError for a server that asks and never reads.
+        """
+        self.sent += len(data)
+        self.inputs.put(data)
+        self._check_unread(self.sent - self.written)
+
+    def pump(self, seconds):
+        """Wait for bytes for at most so long; returns whether any came."""
+        import queue
         try:
-            os.killpg(self.child.pid, number)
-        except (ProcessLookupError, PermissionError):
+            self._take(*self.moves.get(timeout=seconds))
+        except queue.Empty:
+            return False
+        return True
+
+    def _is_over(self):
+        """Tell whether nothing more can come of the server."""
+        return super()._is_over() and not (
+            self.open_pipes and self.pump(self.patience))
+
+    def _end_input(self):
+        self.inputs.put(None)
+
+    def _let_go(self):
+        import queue
+        self.is_ended = True
+        try:
+            while True:         # a thread may wait for room
+                self.moves.get_nowait()
+        except queue.Empty:
             pass
+
+
+CHILD_LINK = ThreadedLink if os.name == 'nt' else ChildLink
+
+
+class CommandLink(CHILD_LINK):
+    """A command that is no server: it reads some input, and ends."""
+
+    def feed(self, data, seconds):
+        """Have a command read some input to its end: its exit code.
+
+        None when it has not ended in so many seconds. Of its output only
+        the tail of stderr is kept.
+        """
+        self.is_closing, end = True, self.world.clock() + seconds
+        while (data or self.outgoing) and not self.is_dead() and (
+                self.world.clock() < end):
+            if data and not self.outgoing:
+                self.send(data[:1 << 16])
+                data = data[1 << 16:]
+            self.pump(0.02)
+        self._end_input()
+        self._wait_dead(end - self.world.clock())
+        return self._exit_code()
+
+
+def feed_command(words, data, world):
+    """Run a command of the operator's on some input: '' or what failed.
+
+    No shell reads the words. It starts where we were started, with our
+    environment but PREFLIGHT_*, and ends with all that it started once it
+    exits, after NOTIFY_MS, or when we are interrupted. Its output is
+    dropped, but for the last line of stderr when it fails.
+    """
+    env = {name: value for name, value in world.env.items()
+           if not name.startswith('PREFLIGHT_')}
+    try:
+        path = find_command(words[0], os.path.abspath('.'), env)
+    except (OSError, UpstreamError) as exc:
+        return str(exc)
+    link = CommandLink([path] + words[1:], '.', env, world)
+    try:
+        link.open()
+        code = link.feed(data, NOTIFY_MS / 1000)
+    except UpstreamError as exc:
+        return str(exc)
+    finally:
+        link.close()
+    if code == 0:
+        return ''
+    text = ('has not ended after %s' % format_duration(NOTIFY_MS)
+            if code is None else 'was killed by signal %d' % -code
+            if code < 0 else 'exited with code %d' % code)
+    lines = link.tail.decode('utf-8', 'replace').strip().splitlines()
+    return ': '.join([text] + lines[-1:])
 
 
 def _is_exempt(rule, host, port):
@@ -5548,10 +7333,13 @@ class HttpLink:
     """Requests over HTTP, each over a connection of its own.
 
     The one place that connects to servers: proxies, TLS and redirects.
+    connecting: seconds that a connection may take to come about, None for
+    whatever the request has.
     """
 
-    def __init__(self, world):
+    def __init__(self, world, connecting=None):
         self.world, self.context = world, None
+        self.connecting = connecting
 
     def request(self, method, url, headers, body, deadline):
         """Send a request: the HttpReply, whatever its status.
@@ -5587,7 +7375,11 @@ class HttpLink:
             more = dict({'User-Agent': 'preflight/' + VERSION,
                          'Host': host_text(origin)},
                         **_login_of(url, 'Authorization'))
+            if self.connecting is not None:
+                pipe.deadline = min(deadline, self.world.clock()
+                                    + self.connecting)
             via = self._connect(pipe, origin)
+            pipe.deadline = deadline
             if via is not None:         # a proxy, asked for the whole URL
                 target = 'http://' + host_text(origin) + target
             con = http.client.HTTPConnection(*origin[1:])
@@ -5672,7 +7464,7 @@ def _child_link(server, environ, world):
     base = server.base
     cwd = os.path.join(base, server.cwd) if server.cwd else base
     command = find_command(server.command, base, env)
-    return ChildLink([command] + list(server.args), cwd, env, world)
+    return CHILD_LINK([command] + list(server.args), cwd, env, world)
 
 
 class Talk:
@@ -5684,6 +7476,7 @@ class Talk:
     """
 
     tail, noise = b'', 0        # the end of stderr; lines that were noise
+    is_started = False          # its process is there
     is_open = False             # a first reply has come
     status, version = 0, ''     # of the last HTTP answer; agreed upon
 
@@ -5705,6 +7498,7 @@ class ChildTalk(Talk):
     def open(self):
         """Start the server."""
         self.link.open()
+        self.is_started = True
 
     @property
     def tail(self):
@@ -5856,6 +7650,8 @@ class HttpTalk(Talk):
         """Make the error for a status; a 401 tells who signs in."""
         exc = status_error(reply.status, reply.headers,
                            has_credential(self.server), body)
+        if exc.cause:
+            exc.args = ('%s; from %s' % (exc, plain_url(reply.url)),)
         if reply.status == 401:
             issuers = self._find_issuers(reply, min(
                 deadline, self.world.clock() + METADATA_MS / 1000))
@@ -5985,6 +7781,7 @@ class Dialogue:
         self.opening, self.ending = opening, ending
         self.start = talk.world.clock()
         self.number = 0         # of the request that is waited for
+        self.method = ''        # of the step that is being done
         self.is_list_changed = False
 
     def run(self, era):
@@ -6000,9 +7797,14 @@ class Dialogue:
         steps, reply = explore(era, self.server.client), None
         try:
             while True:
-                reply = self._do(steps.send(reply))
+                step = steps.send(reply)
+                self.method = step.method
+                reply = self._do(step)
         except StopIteration as end:
             return end.value
+        except UpstreamError as exc:
+            exc.is_listing = self.method == 'tools/list'
+            raise
         finally:
             steps.close()
 
@@ -6072,12 +7874,29 @@ def _stderr_of(talk, secrets):
     return redact(tail, secrets)[-STDERR_TAIL_BYTES:]
 
 
+LIST_FAILED = 'tools/list failed'
+# What of a connected server can keep its list back; others lose the server.
+LIST_CAUSES = ('protocol', 'timeout', 'http_status', 'rate_limited')
+
+
+def is_list_failure(state, cause, detail):
+    """Tell whether a look found a server connected, but not its list."""
+    return (state == 'error' and cause in LIST_CAUSES
+            and (detail or '').startswith(LIST_FAILED))
+
+
+LAST_WORDS = '; last stderr: '
+
+
 def _failure(exc, talk, secrets):
     """Word a failure, with the last line a dying server wrote."""
     detail, tail = redact(str(exc), secrets), _stderr_of(talk, secrets)
+    if exc.is_listing and exc.cause in LIST_CAUSES and (
+            not detail.startswith(LIST_FAILED)):
+        detail = LIST_FAILED + ': ' + detail
     lines = [line.strip() for line in tail.splitlines() if line.strip()]
-    if exc.cause in ('exited', 'timeout') and lines:
-        detail += '; last stderr: ' + lines[-1][:300]
+    if exc.cause in ('exited', 'timeout', 'refused') and lines:
+        detail += LAST_WORDS + lines[-1][:300]
     state = 'pending_auth' if isinstance(exc, LoginNeeded) else 'error'
     return Observation(state, exc.cause, detail, None, None, 0, None, {},
                        [], tail)
@@ -6131,7 +7950,7 @@ def _is_misled(exc, talk, era):
     older HTTP+SSE does.
     """
     if exc.cause == 'exited' or talk is None:
-        return talk is not None and not talk.is_open
+        return talk is not None and talk.is_started and not talk.is_open
     if era == 'modern':
         return exc.cause in ('protocol', 'http_status')
     return talk.status in SSE_STATUSES and not talk.version
@@ -6146,7 +7965,7 @@ def _look_once(server, way, deadlines, world, secrets):
         listing = Dialogue(talk, server, *deadlines).run(way[1])
         return _observation(listing, talk, secrets), False
     except UpstreamError as exc:
-        if exc.cause == 'exited':
+        if exc.cause == 'exited' and talk.is_started:
             exc.args = ('%s before %s' % (
                 exc, 'its list was complete' if talk.is_open
                 else 'initialize'),)
@@ -6200,33 +8019,114 @@ def load_known(con, config, name):
     digest = launch_digest(server)
     row_id, _, link = load_link(con, name, seen_key(server))
     switches = load_switches(con, name, server.file)
-    launches = load_launches(con, name)
-    seen_under = link.launch if link else None
-    note = 'its launch is new' if not launches else 'its launch is known'
+    lock, switch = config.lock, switches.get('quarantined')
+    launches = () if lock else load_launches(con, name)
+    fact = quarantine_fact(server, switch, launches, config.settings,
+                           link.launch if link else None)
+    is_known = bool(launches)
+    if lock:                    # then the state's memory is not asked
+        fact = lock_fact(server, digest, lock) or quarantine_fact(
+            server, switch, (), {'quarantine_new_servers': False}, None)
+        is_known = name in lock.launches
+    note = 'its launch is ' + ('known' if is_known else 'new')
     return Known(
-        server, '', disabled_fact(server, switches.get('enabled')),
-        quarantine_fact(server, switches.get('quarantined'), launches,
-                        config.settings, seen_under),
-        _link_of(link, digest), digest, note), row_id
+        server, '', disabled_fact(server, switches.get('enabled')), fact,
+        _link_of(link, digest), digest, note, lock), row_id
+
+
+def _with_lock(known, tools):
+    """Put a lockfile's approvals in the place of the state's."""
+    name, lock = known.server.name, known.lock
+    if lock is None:
+        return tools
+    return {tool: row._replace(approved=locked_approval(lock, name, tool))
+            for tool, row in tools.items()}
+
+
+def load_approvals(con, known):
+    """Load what is approved of a server: name -> Approval."""
+    name, lock = known.server.name, known.lock
+    if lock is None:
+        return load_approved(con, name, known.launch)
+    refs = [parse_id(text) for text in lock.tools]
+    return {ref.tool: locked_approval(lock, name, ref.tool)
+            for ref in refs if ref.server == name}
+
+
+def load_approved_text(con, lock, tool):
+    """Load the canonical text of what is approved, '' if it is not kept.
+
+    lock: that may hold it beside the state, or None.
+    """
+    text = load_definition(con, tool.approved.hash) if tool.approved else ''
+    held = lock and lock.tools.get('%s:%s' % (tool.server, tool.name))
+    return text or (held.text if held and tool.approved and held.hash
+                    == tool.approved.hash else '')
 
 
 Row = namedtuple('Row', 'server state cause detail tools added changed '
-                        'vanished baseline ms notes')
+                        'vanished baseline ms notes broken')
+Row.__new__.__defaults__ = ((),)
 Row.__doc__ = """What a sync says of one server. baseline: True when its
-list was trusted on first use; notes: sentences for the operator."""
+list was trusted on first use; notes: sentences for the operator; broken:
+lines on the contracts that it broke or mended."""
 
 
 def _row(name, state, cause='', detail='', tools=0):
     return Row(name, state, cause, detail, tools, [], [], [], False, 0, [])
 
 
+def _compared(con, known, tool):
+    """Say in which fields a tool is not the approved one, and whether
+    ignore_changes covers them. A flaw has no text to compare."""
+    approved, server = tool.approved, known.server
+    if not (approved and tool.hash and approved.hash != tool.hash
+            and approved.version == tool.version
+            and (server.ignore_changes or is_restless(tool))):
+        return tool
+    differs = changed_fields(load_approved_text(con, known.lock, tool),
+                             load_definition(con, tool.hash))
+    return tool._replace(differs=differs, ignored=ignored_fields(
+        server.ignore_changes, tool.name, differs))
+
+
+def load_server_tools(con, row_id, known, only=None):
+    """Load a server's tools under its configured launch: name -> Tool.
+
+    The one way to tools whose status is asked for: what ignore_changes
+    covers is known of each. only: one tool name, or None for all.
+    """
+    server = known.server
+    tools = _with_lock(known, load_tools(con, row_id, server.name,
+                                         known.launch, only))
+    return {name: _compared(con, known, tool)
+            for name, tool in tools.items()}
+
+
+def _quiet_pairs(con, known, before, seen):
+    """Pair the hashes whose definitions differ in ignored fields only."""
+    server, pairs = known.server, set()
+    for new in (seen.tools or ()) if server.ignore_changes else ():
+        old = before.get(new.name)
+        texts = {old.hash: load_definition(con, old.hash)} if old else {}
+        if old and old.approved:
+            texts[old.approved.hash] = load_approved_text(con, known.lock,
+                                                          old)
+        for digest, text in texts.items() if new.hash else ():
+            if text and ignored_fields(
+                    server.ignore_changes, new.name,
+                    changed_fields(text, new.text)):
+                pairs.add((digest, new.hash))
+    return pairs
+
+
 def _tools_before(con, row_id, known, link):
     """Give the Tools to compare with, tombstones among them."""
     name, digest = known.server.name, known.launch
-    tools = load_tools(con, row_id, name, digest)
+    tools = _with_lock(known, load_tools(con, row_id, name, digest))
     if link.launch != digest:
         tools = {n: t._replace(listed=False) for n, t in tools.items()}
-    for tool, approval in load_approved(con, name, digest).items():
+    for tool, approval in load_approvals(con, known).items():
         if tool not in tools:
             tools[tool] = Tool(name, tool, False, '', 0, {}, '', approval,
                                None, None, None)
@@ -6234,7 +8134,12 @@ def _tools_before(con, row_id, known, link):
 
 
 def _save_trust(con, known, plan, launches, now):
-    """Approve what a baseline or mode auto approves; know the launch."""
+    """Approve what a baseline or mode auto approves; know the launch.
+
+    Where a lockfile holds the approvals, neither is written.
+    """
+    if known.lock:
+        return
     name = known.server.name
     approve = set(plan.approve)
     rows = [tool for tool in plan.rows if tool.name in approve]
@@ -6249,8 +8154,7 @@ def _save_trust(con, known, plan, launches, now):
 
 def _row_of(con, row_id, known, plan, seen):
     name = known.server.name
-    tools = [tool for tool in load_tools(con, row_id, name,
-                                         known.launch).values()
+    tools = [tool for tool in load_server_tools(con, row_id, known).values()
              if tool.listed]
     notes = ['%s: %s' % (name, note) for note in known.server.warnings]
     notes += ['%s: %s' % (name, note) for note in seen.warnings]
@@ -6258,8 +8162,11 @@ def _row_of(con, row_id, known, plan, seen):
     held = [tool_status(tool)[0] for tool in tools]
     words = ['%d %s' % (held.count(status), word) for status, word in (
         (PENDING, 'pending'), (CHANGED, 'changed')) if status in held]
-    if plan.state == 'ready' and words:
-        detail = 'awaiting approval: ' + ', '.join(words)
+    if plan.state == 'ready':
+        found = ['awaiting approval: ' + ', '.join(words)] if words else []
+        quiet = sum(1 for tool in tools if tool.ignored)
+        found += ['changes ignored: %d' % quiet] if quiet else []
+        detail = '; '.join(found) or detail
     return Row(name, plan.state, plan.cause, detail, len(tools), plan.added,
                plan.changed, plan.vanished, plan.how == 'baseline'
                and bool(plan.approve), 0, notes)
@@ -6281,23 +8188,31 @@ def _record_sync(con, row, plan, is_same, now):
         bump_generation(con)
 
 
-def save_observation(store, known, seen, owner):
+def no_watch(con, name):
+    """Watch no contracts: no lines."""
+    return ()
+
+
+def save_observation(store, known, seen, owner, watch=no_watch):
     """Write what was seen of a server, and give its lease back: its Row.
 
     What it is compared with is read inside the same transaction, so an
     approval that came meanwhile is not undone. owner: of the lease.
+    watch(con, name) then gives the lines on what that means for contracts.
     """
     server, now = known.server, store.world.now()
     with store.write() as con:
         drop_lease(con, server.name, seen_key(server), owner)
         row_id, _, link = load_link(con, server.name, seen_key(server))
         before = _tools_before(con, row_id, known, link)
-        launches = load_launches(con, server.name)
-        is_first = is_baseline(known.launch, launches)
+        launches = () if known.lock else load_launches(con, server.name)
+        is_first = not known.lock and is_baseline(known.launch, launches)
         fact = launch_fact(server, launches, None)
         if fact:                # another became the baseline while we looked
             return _row(server.name, 'quarantined', '', fact)
-        plan = plan_sync(before, seen, is_first, server.trust_mode)
+        plan = plan_sync(before, seen, is_first, 'manual' if known.lock
+                         else server.trust_mode,
+                         _quiet_pairs(con, known, before, seen))
         is_same = (link.launch == known.launch and link.state == plan.state)
         is_listed = plan.rows is not None
         kept = link if link.launch == known.launch else link._replace(
@@ -6319,7 +8234,7 @@ def save_observation(store, known, seen, owner):
             _save_trust(con, known, plan, launches, now)
         row = _row_of(con, row_id, known, plan, seen)
         _record_sync(con, row, plan, is_same, now)
-    return row
+        return row._replace(broken=watch(con, server.name))
 
 
 def _drop_dead_switches(con, server):
@@ -6342,11 +8257,12 @@ class Round:
     hands back an Observation.
     """
 
-    def __init__(self, store, config, limit, progress):
+    def __init__(self, store, config, limit, progress, watch=no_watch):
         import queue
         self.store, self.world = store, store.world
         self.config, self.limit = config, limit
         self.progress = progress        # called with (done, all, names)
+        self.watch = watch              # see save_observation
         self.owner = self.world.random(8).hex()
         self.results = queue.Queue()
         self.rows = {}          # name -> Row
@@ -6406,6 +8322,7 @@ class Round:
         for note in notes:      # never told under the lock
             self.world.tell(note)
         if known is None:
+            self._tell_broken(self.rows.get(server.name))
             return
         era = known.connection.era if known.connection else None
         start = self.world.clock()
@@ -6422,8 +8339,8 @@ class Round:
         owner, link = load_link(con, name, seen_key(server))[1:]
         if known.disabled or known.quarantined:
             state = 'disabled' if known.disabled else 'quarantined'
-            self.rows[name] = _row(name, state, '', known.disabled
-                                   or known.quarantined)
+            row = _row(name, state, '', known.disabled or known.quarantined)
+            self.rows[name] = row._replace(broken=self.watch(con, name))
             return None
         if link and owner != self.owner and is_lease_running(link, now):
             self.foreign[name] = (server, link.lease_at, owner)
@@ -6455,11 +8372,19 @@ class Round:
         if seen is None:
             return
         thread.join()
-        row = save_observation(self.store, known, seen, self.owner)
+        row = save_observation(self.store, known, seen, self.owner,
+                               self.watch)
+        self._tell_broken(row)
         del self.running[name]
         spent = int((self.world.clock() - start) * 1000)
         self.rows[name] = row._replace(ms=spent)
         self.world.sleep(COMMIT_PAUSE_MS / 1000)
+
+    def _tell_broken(self, row):
+        """Tell at once what was found out only once, off the progress."""
+        for line in row.broken if row else ():
+            self.progress(0, 0, ())
+            self.world.tell(line)
 
     def _watch_foreign(self):
         """Take the result of another's look, or look where it had none."""
@@ -6477,6 +8402,598 @@ class Round:
                                        link.detail or '', count)
             else:
                 self.waiting.append(server)
+
+
+# ==========================================================================
+# 19. health: is a server up, and is the API behind it up. The four states
+#     and their table are closed. Up to send_probe all is values in, values
+#     out; a probe flips nothing that the gate reads.
+# ==========================================================================
+
+OFFLINE, DEGRADED, PRESENT, HEALTHY = STATES = (
+    'OFFLINE', 'DEGRADED', 'PRESENT (untested)', 'HEALTHY')
+# DEGRADED for a reason that no time cures.
+REFUSED = ('http_401', 'http_403', 'credential_ended')
+NO_UPSTREAM = 'no upstream'
+NOT_VISIBLE = 'its tools are not visible'
+NO_TOOLS = 'process is up, lists no tools: usually a missing credential'
+
+Sight = namedtuple('Sight', 'state reason fact visible')
+Sight.__doc__ = """What is seen of a server's tools, before any probe.
+
+state: '' where a probe decides; reason is then '' or tool_missing. fact: in
+words, '' when there is nothing to say. visible: names of tools.
+"""
+
+Credential = namedtuple('Credential', 'source value')
+Credential.__doc__ = """Where a server's credential is kept, and its value
+where that can be read here, else ''. The value is never shown."""
+
+Checkup = namedtuple('Checkup', 'server settings sight credential since '
+                                'link how secrets')
+Checkup.__doc__ = """One server as `health` found it, before its probe.
+
+settings: of health_settings. since: how long ago it was looked at, None for
+just now or never. link: its Connection or None. how: what started this run.
+secrets: values that no text may hold.
+"""
+
+
+def no_probe(why):
+    """Give the probe of a row that has none."""
+    return {'status': None, 'ms': None, 'skipped': why}
+
+
+def exit_of_state(state, reason):
+    """Give the exit code that one server is worth."""
+    if reason == 'not_configured':
+        return EXIT_UNKNOWN
+    if state == OFFLINE or reason in REFUSED:
+        return EXIT_BLOCKED
+    return EXIT_RETRY if state == DEGRADED else EXIT_READY
+
+
+def health_settings(server):
+    """Complete the `health` of a server by its preset and the defaults."""
+    given = {key: server.health[key] for key in HEALTH_KEYS
+             if server.health.get(key) is not None}
+    settings = {'url': None, 'method': 'GET', 'body': None, 'auth': None,
+                'token_env': None, 'validates_credential': 'none',
+                'tools': [], 'setup': '', 'status_page': '', 'costs': False,
+                'notes': {}}
+    settings.update(PRESETS.get(given.get('preset'), ()), **given)
+    if settings['token_env'] and not settings['auth']:
+        settings['auth'] = 'bearer'
+    return settings
+
+
+def probe_key(settings):
+    """Tell probes apart: what was asked of whom, and as whom."""
+    return sha256(canonical([settings[key] for key in (
+        'url', 'method', 'body', 'auth', 'token_env')]))[:16]
+
+
+def _recorded_sight(link, limit, now):
+    """Judge a record that says nothing of now: a Sight, else None."""
+    is_cut = link is not None and link.lease_until is not None and (
+        link.lease_until > (link.observed_at or 0)
+        and not is_lease_running(link, now))
+    if link is None or not link.state:
+        return Sight(DEGRADED, 'interrupted' if is_cut else 'not_seen',
+                     'never looked at', ())
+    if is_stale(link, limit, now):
+        return Sight(DEGRADED, 'stale', 'too old: max_age is %s'
+                     % format_duration(limit) if now >= link.observed_at
+                     else 'dated in the future', ())
+    if is_cut and link.state == 'error':
+        return Sight(DEGRADED, 'interrupted', 'the last look was cut off',
+                     ())
+    return None
+
+
+def _refused_sight(link, is_configured):
+    reason = 'http_403' if link.detail.startswith('403') else 'http_401'
+    if is_configured:
+        return Sight(DEGRADED, reason, 'credential refused: ' + link.detail,
+                     ())
+    return Sight(OFFLINE, reason, 'sign-in needed: ' + link.detail, ())
+
+
+def _listed_sight(names, expected):
+    """Judge a good list by the tools that are expected in it."""
+    missing = [name for name in expected if name not in names]
+    if not names:
+        return Sight(OFFLINE, 'no_tools', NO_TOOLS, ())
+    if not missing:
+        return Sight('', '', '', names)
+    fact = 'expected and not listed: ' + ', '.join(missing)
+    return Sight('' if len(missing) < len(expected) else OFFLINE,
+                 'tool_missing', fact, names)
+
+
+def sight_of(known, names, is_configured, limit, now):
+    """Judge what is recorded of a server: a Sight.
+
+    names: the tools that it listed last. is_configured: a credential is
+    sent to it. limit: how old a look may be, 0 for any age.
+    """
+    link = known.connection
+    if known.disabled or known.quarantined:
+        return Sight(OFFLINE, 'disabled' if known.disabled else
+                     'quarantined', known.disabled or known.quarantined, ())
+    found = _recorded_sight(link, limit, now)
+    if found:
+        return found
+    if link.state == 'pending_auth':
+        return _refused_sight(link, is_configured)
+    if is_list_failure(link.state, link.cause, link.detail):
+        return Sight(DEGRADED, 'list_failed', link.detail, ())
+    if link.state == 'error':
+        return Sight(OFFLINE, link.cause, NO_TOOLS if link.cause
+                     == 'no_tools' else link.detail, ())
+    if link.expires_at is not None and link.expires_at <= now:
+        return Sight(DEGRADED, 'credential_ended', 'the credential that is '
+                     'configured ended at %s' % format_time(link.expires_at),
+                     names)
+    return _listed_sight(names, health_settings(known.server)['tools'])
+
+
+def health_state(sight, probe, validates):
+    """Decide a server's state by the closed table: (state, reason).
+
+    probe: of a Checkup, with `skipped` as why there is none or None.
+    validates: what the server does with its credential at its start.
+    """
+    if sight.state:
+        return sight.state, sight.reason
+    if probe['skipped'] == NO_UPSTREAM:
+        state, reason = HEALTHY, 'no_upstream'
+    elif probe['skipped']:
+        state, reason = (HEALTHY if validates == 'remote' else PRESENT,
+                         'probe_skipped')
+    else:
+        reason = probe['reason']
+        state = HEALTHY if reason == 'ok' else DEGRADED
+    if sight.reason and exit_of_state(state, reason) <= EXIT_RETRY:
+        return DEGRADED, sight.reason
+    return state, reason
+
+
+def own_credential(name, plain, environ):
+    """Find a credential that can be read here, by the variable's name.
+
+    The value is what the server gets: its own env beats the shell's, as
+    when it is started. plain: the server expanded. Gives None without one.
+    """
+    headers = {key.lower(): value for key, value in plain.headers.items()}
+    given = plain.env.get(name) or headers.get(name.lower()) or ''
+    if '${' in given or not given.strip():      # it has no value
+        given = ''
+    is_removed = name in plain.env and plain.env[name] is None
+    shell = '' if is_removed else environ.get(name, '')
+    if given and given != shell:
+        return Credential('config', given)
+    return Credential('shell env', shell) if shell.strip() else None
+
+
+def plugin_options(server, name):
+    """List the names that a plugin's option for a variable may have."""
+    text = server.env.get(name) or ''
+    return {name.lower()} | {word.lower() for word in re.findall(
+        r'\$\{user_config\.([^}]+)\}', text)}
+
+
+def user_config_source(settings, secrets, names):
+    """Look for an option among those that Claude Code keeps: the source.
+
+    settings, secrets: its two files as read, None for one that cannot be.
+    Of secrets nothing but the names is looked at.
+    """
+    found, is_unknown = set(), False
+    for table, key in ((settings, 'pluginConfigs'),
+                       (secrets, 'pluginSecrets')):
+        plugins = table.get(key, {}) if is_table(table) else None
+        if not is_table(plugins):
+            is_unknown = True
+            continue
+        for plugin in plugins.values():
+            if key == 'pluginConfigs':
+                plugin = plugin.get('options') if is_table(plugin) else None
+                plugin = {word: 0 for word, value in plugin.items()
+                          if value not in (None, '')} if is_table(
+                              plugin) else plugin
+            found.update(word.lower() for word in plugin or ()
+                         if is_table(plugin))
+    if names & found:
+        return 'userConfig'
+    return 'unknown' if is_unknown else 'none'
+
+
+def why_skipped(sight, settings, credential, may_pay):
+    """Say why no probe may be sent, '' when one may."""
+    if sight.state:
+        return NOT_VISIBLE
+    if not settings['url']:
+        return NO_UPSTREAM
+    if settings['auth'] and not credential.value:
+        return 'credential not readable here'
+    if settings['costs'] and not may_pay:
+        return 'it costs money or quota; --probe sends it'
+    return ''
+
+
+def read_answer(status, headers, head):
+    """Judge the answer to a probe: (reason, detail).
+
+    head: the first bytes of its body. Only 200 is 200.
+    """
+    if status == 200:
+        is_page = media_type(headers) in (
+            'text/html', 'application/xhtml+xml') or re.match(
+                rb'(?i)[\s\xef\xbb\xbf]*<(?:!doctype\s+html|html)', head)
+        return ('login_page', 'looks like a login page') if is_page else (
+            'ok', '')
+    if status in (401, 403):
+        return 'http_%d' % status, ''
+    wait = headers.get('retry-after', '')[:40]
+    return ('rate_limited' if status == 429 else 'http_status',
+            wait and 'Retry-After: ' + wait)
+
+
+def quota_of(headers):
+    """List what an answer says of the quota that is left."""
+    return ['%s: %s' % (name[:60], value[:60])
+            for name, value in sorted(headers.items()) if re.match(
+                '(?:x-)?ratelimit-remaining', name)][:5]
+
+
+def _probe_text(probe, now):
+    if probe['skipped'] in (NOT_VISIBLE, NO_UPSTREAM):
+        return {NO_UPSTREAM: 'no upstream to probe'}.get(probe['skipped'])
+    if probe['skipped']:
+        return 'probe skipped: ' + probe['skipped']
+    text = 'probe failed' if probe['status'] is None else (
+        'probe %d' % probe['status'])
+    text += ' in %d ms' % probe['ms']
+    if now - probe['at'] > MINUTE_MS:
+        text += ', %s ago' % format_duration(now - probe['at'])
+    return text + (': ' + probe['detail'] if probe['detail'] else '')
+
+
+def evidence_of(case, probe, now):
+    """Say on what the state of a server rests, in one line."""
+    sight = case.sight
+    if sight.reason in ('disabled', 'quarantined'):
+        return 'not contacted; ' + sight.fact
+    seen = 'live' if case.since is None else 'cached, %s old' % (
+        format_duration(max(0, case.since)))
+    if case.link is None or not case.link.state:
+        seen = 'cached'
+    parts = [seen, plural(len(sight.visible), 'tool'), sight.fact,
+             _probe_text(probe, now)]
+    return '; '.join(filter(None, parts))
+
+
+# What a state is cured by, or where its details stand, if not by
+# `servers show`.
+STEPS = {'disabled': 'servers enable', 'quarantined': 'servers approve',
+         'not_seen': 'health', 'stale': 'health', 'interrupted': 'health',
+         'tool_missing': 'tools list'}
+
+
+def _command(case, words):
+    return command_line(case.how, words, case.server.name)
+
+
+def _plugin_steps(case):
+    """Tell how Claude Code asks again for what a plugin lacks."""
+    texts = ' '.join(texts_of(case.server).values())
+    if not (case.server.dialect == 'claude-plugin'
+            or case.credential.source == 'userConfig'
+            or '${user_config.' in texts or '${CLAUDE_PLUGIN' in texts):
+        return []
+    folder = os.path.dirname(case.server.file)
+    if os.path.basename(folder) in ('.claude-plugin', '.plugin'):
+        folder = os.path.dirname(folder)
+    name = shell_word(os.path.basename(folder) or 'NAME')
+    return ['In Claude Code: /plugin disable %s, then /plugin enable %s, so '
+            'that it asks for its userConfig (claude-code#39827)' % (
+                name, name)]
+
+
+def _stderr_steps(case):
+    text = case.link.stderr if case.link and case.link.stderr else ''
+    lines = [line.strip()[:200] for line in text.splitlines()
+             if line.strip()]
+    return ['Its stderr ends: ' + ' | '.join(lines[-5:])] if lines else []
+
+
+def _offline_steps(case):
+    """Tell what may bring a server up."""
+    again, setup = _command(case, 'health'), case.settings['setup']
+    steps, reason = [setup] if setup else [], case.sight.reason
+    if reason == 'no_tools':
+        name = case.settings['token_env'] or 'the variable of its credential'
+        steps.append('Set %s in the env of server %s (%s), then run: %s' % (
+            name, json.dumps(case.server.name), case.server.file, again))
+    elif reason in ('http_401', 'http_403'):
+        steps.append('Set headers.Authorization for %s (an entry in our own '
+                     'config) to a ${VAR}, then run: %s' % (
+                         json.dumps(case.server.name), again))
+    return steps + _plugin_steps(case) + _stderr_steps(case)
+
+
+def credential_names(server):
+    """Name where the credential of a server over HTTP is configured."""
+    names = ['headers.%s%s' % (key, ''.join(
+        ' (%s)' % name for name in re.findall(
+            r'\$\{?(?:env:)?([A-Za-z_][A-Za-z0-9_]*)', value)))
+        for key, value in server.headers.items()
+        if has_credential(server._replace(url=None, headers={key: value}))]
+    names += [name for name in [server.extra.get('bearer')] if name]
+    return names + ['its url'] * bool(url_secrets(server.url))
+
+
+def _probe_steps(case, probe):
+    """Tell what to do about an answer that is not 200."""
+    settings, reason = case.settings, probe['reason']
+    again, note = _command(case, 'health'), settings['notes'].get(
+        probe['status'])
+    name = settings['token_env'] and '%s (%s)' % (settings['token_env'],
+                                                  case.credential.source)
+    steps = ['%d: %s' % (probe['status'], note)] if note else []
+    if reason in ('http_401', 'http_403'):
+        steps.append(
+            'Name a credential for the probe in health.token_env of server '
+            '%s (%s)' % (json.dumps(case.server.name), case.server.file)
+            if not name else 'Renew %s, then run: %s' % (name, again)
+            if reason == 'http_401' else 'Give %s the rights that %s asks '
+            'for, or renew it, then run: %s' % (
+                name, plain_url(settings['url']), again))
+    elif reason == 'rate_limited':
+        found = re.match('Retry-After: (.*)', probe['detail'])
+        steps.append('Wait %s, or raise the plan, then run: %s' % (
+            'as Retry-After says: %s' % found.group(1) if found
+            else 'a while', again))
+    else:
+        if reason in ('login_page', 'redirected'):
+            steps.append('Set health.url of server %s (%s) to an address of '
+                         'the API itself' % (json.dumps(case.server.name),
+                                             case.server.file))
+        if settings['status_page']:
+            steps.append('Look at ' + settings['status_page'])
+        steps.append('Try it by hand: curl -sS -i -m 8 -X %s %s' % (
+            settings['method'], shell_word(plain_url(settings['url']))))
+    return steps
+
+
+def _skipped_steps(case, probe):
+    """Tell how the probe that was skipped is sent."""
+    settings = case.settings
+    if settings['auth'] and not settings['token_env']:
+        return ['Name the credential of the probe in health.token_env of '
+                'server %s (%s)' % (json.dumps(case.server.name),
+                                    case.server.file)]
+    again = 'health --probe' if settings['costs'] else 'health'
+    if settings['auth'] and not case.credential.value:
+        return ['To test the API: set %s in this environment, then run: %s'
+                % (settings['token_env'], _command(case, again))]
+    return ['To test the API%s: %s' % (
+        ' (costs money or quota)' if settings['costs'] else '',
+        _command(case, again))]
+
+
+def what_to_do(case, reason, probe):
+    """List what to do about one server; there is always something."""
+    sight, steps = case.sight, []
+    if sight.state == OFFLINE and sight.reason not in (
+            'disabled', 'quarantined'):
+        steps = _offline_steps(case)
+    elif sight.state and reason in REFUSED:
+        steps = ['Renew %s of server %s (%s), then run: %s' % (
+            ', '.join(credential_names(case.server)) or 'the credential',
+            json.dumps(case.server.name), case.server.file,
+            _command(case, 'health'))]
+    elif reason == 'list_failed':
+        steps = _stderr_steps(case)
+    if sight.reason == 'tool_missing':
+        steps.append('Correct health.tools of server %s (%s), or the server'
+                     % (json.dumps(case.server.name), case.server.file))
+    if not sight.state and probe['skipped'] not in (None, NO_UPSTREAM):
+        steps += _skipped_steps(case, probe)
+    elif not sight.state and not probe['skipped']:
+        steps += ['Quota left: ' + text for text in probe['quota']]
+        steps += _probe_steps(case, probe) if probe['reason'] != 'ok' else []
+    words = STEPS.get(reason, 'servers show')
+    return steps + [('Details: ' if words == 'servers show' else 'Run: ')
+                    + _command(case, words)]
+
+
+def health_row(case, probe, now):
+    """Give one server as `health` reports it, in the keys' order."""
+    state, reason = health_state(case.sight, probe,
+                                 case.settings['validates_credential'])
+
+    def clean(text):
+        return mask_values(text, case.secrets)
+    return {'server': case.server.name, 'state': state, 'reason': reason,
+            'evidence': clean(evidence_of(case, probe, now)),
+            'tools_visible': len(case.sight.visible),
+            'tools_expected': list(case.settings['tools']),
+            'credential_source': case.credential.source,
+            'probe': {key: probe[key] for key in ('status', 'ms',
+                                                  'skipped')},
+            'what_to_do': [clean(step) for step in what_to_do(
+                case, reason, probe)]}
+
+
+def unknown_row(name, why, near, how):
+    """Give the row of a server that is not configured."""
+    steps = ['Run: ' + command_line(how, 'health', other) for other in near]
+    return {'server': name, 'state': OFFLINE, 'reason': 'not_configured',
+            'evidence': why or 'no server of this name is configured'
+            + (near and '; did you mean %s?' % near[0] or ''),
+            'tools_visible': 0, 'tools_expected': [],
+            'credential_source': 'none', 'probe': no_probe(NOT_VISIBLE),
+            'what_to_do': steps + ['Run: %s servers list' % how]}
+
+
+def health_report(rows, now):
+    """Put rows together, worst first; PRESENT counts as HEALTHY."""
+    rows = sorted(rows, key=lambda row: (
+        STATES.index(row['state']),
+        -exit_of_state(row['state'], row['reason'])))
+    worst = rows[0]['state'] if rows else OFFLINE
+    return {'overall': HEALTHY if worst == PRESENT else worst,
+            'checked_at': format_time(now), 'servers': rows}
+
+
+def exit_of_health(report):
+    """Give the exit code of a report: the worst of its servers."""
+    return max([exit_of_state(row['state'], row['reason'])
+                for row in report['servers']] or [EXIT_FAILED])
+
+
+def _send(settings, value, world, deadline):
+    """Send the request of a probe: (status, reason, detail, quota)."""
+    headers = {'Accept': 'application/json'}
+    body = settings['body']
+    if body is not None:
+        headers['Content-Type'] = 'application/json'
+        body = (body if is_text(body) else compact_json(body)).encode(
+            'utf-8', 'replace')
+    if value and not re.match(r'[\x20-\x7e]+\Z', value):
+        raise UpstreamError('protocol', 'the value of %s holds what no '
+                            'header can carry' % settings['token_env'])
+    if value and settings['auth'] == 'bearer':
+        headers['Authorization'] = 'Bearer ' + value
+    elif value:
+        headers[settings['auth'].partition(':')[2]] = value
+    reply = HttpLink(world, PROBE_CONNECT_MS / 1000).request(
+        settings['method'], settings['url'], headers, body, deadline)
+    try:
+        head, chunk = b'', b'-'
+        while (reply.status == 200 and chunk
+               and len(head) < PROBE_BODY_BYTES):
+            chunk = reply.chunk(deadline)
+            head += chunk
+        if not chunk and reply.raw.length:
+            raise UpstreamError('protocol', 'the answer was cut short')
+    finally:
+        reply.close()
+    return (reply.status,) + read_answer(
+        reply.status, reply.headers, head) + (quota_of(reply.headers),)
+
+
+def send_probe(settings, value, world):
+    """Ask a server's API for one answer: what came of it, as a dict.
+
+    value: the credential, '' for none. Nothing of the answer's body is
+    kept. A probe takes no longer than PROBE_TOTAL_MS.
+    """
+    start, at = world.clock(), world.now()
+    try:
+        status, reason, detail, quota = _send(
+            settings, value, world, start + PROBE_TOTAL_MS / 1000)
+    except UpstreamError as exc:
+        status, reason, quota = None, exc.cause, []
+        detail = redact(str(exc), [value])
+        if exc.cause == 'timeout':
+            detail += ' within %s' % format_duration(
+                int((world.clock() - start) * 1000))
+    return {'at': at, 'key': probe_key(settings), 'status': status,
+            'ms': int((world.clock() - start) * 1000), 'reason': reason,
+            'detail': detail, 'quota': quota, 'skipped': None}
+
+
+def send_probes(cases, world, may_pay):
+    """Send the probes of Checkups side by side: server name -> probe."""
+    from concurrent.futures import ThreadPoolExecutor
+    found, jobs = {}, {}
+    with ThreadPoolExecutor(MAX_SIDE_BY_SIDE) as pool:
+        for case in cases:
+            why = why_skipped(case.sight, case.settings, case.credential,
+                              may_pay)
+            if why:
+                found[case.server.name] = no_probe(why)
+            else:
+                jobs[case.server.name] = pool.submit(
+                    send_probe, case.settings, case.credential.value, world)
+        found.update((name, job.result()) for name, job in jobs.items())
+    return found
+
+
+def _claude_file(world, name):
+    """Read a file of Claude Code: {} if there is none, None if corrupt."""
+    folder = world.env.get('CLAUDE_CONFIG_DIR') or (
+        home_of(world.env) and os.path.join(home_of(world.env), '.claude'))
+    path = os.path.join(folder, name)
+    try:
+        if not folder or not os.stat(path):
+            return {}
+        return decode_json(read_text(path) or '')
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError):
+        return None
+
+
+def find_credential(server, plain, settings, world):
+    """Find where the credential of a server's API is kept: Credential."""
+    name = settings['token_env']
+    if not name:
+        return Credential('none', '')
+    return own_credential(name, plain, world.env) or Credential(
+        user_config_source(
+            _claude_file(world, 'settings.json'),
+            _claude_file(world, '.credentials.json'),
+            plugin_options(server, name)), '')
+
+
+def load_checkup(con, config, name, world, is_live):
+    """Load what is recorded of a server: (Checkup, is it switched off)."""
+    known, row_id = load_known(con, config, name)
+    server, link, now = known.server, known.connection, world.now()
+    settings = health_settings(server)
+    plain = expand_server(server, world.env, read_text)[0]
+    names = ()
+    if link is not None and link.state == 'ready':
+        names = tuple(name for name, tool in load_tools(
+            con, row_id, server.name, known.launch).items() if tool.listed)
+        names += tuple(set(link.refused) - set(names))
+    limit = 0 if is_live else max_age_of(server, config.settings,
+                                         link.ttl if link else 0)
+    credential = find_credential(server, plain, settings, world)
+    since = None if is_live or link is None or not link.state else (
+        now - link.observed_at)
+    secrets = secrets_of(server, plain, world.env) + [credential.value]
+    return Checkup(
+        server, settings, sight_of(known, names, has_credential(plain),
+                                   limit, now), credential, since, link,
+        world.how, secrets), bool(known.disabled)
+
+
+def recorded_probe(con, case, limit, now):
+    """Give the last probe of a server if it still says something."""
+    why = why_skipped(case.sight, case.settings, Credential('', '-'), True)
+    if why:
+        return no_probe(why)
+    found = load_probe(con, case.server.name, seen_key(case.server))
+    if (not found or found['key'] != probe_key(case.settings)
+            or found['at'] > now + FUTURE_MS
+            or limit and now - found['at'] > limit):
+        return no_probe('none is recorded that is young enough')
+    return dict(found, skipped=None)
+
+
+def record_health(con, report, now):
+    """Leave the audit record of a report: names and codes only."""
+    append_record(con, Record(
+        'health', 'cli', now, '', 'operator', 'blocked'
+        if exit_of_health(report) else 'success', {
+            'overall': report['overall'], 'servers': [
+                {key: row[key] for key in ('server', 'state', 'reason')}
+                for row in report['servers']]}))
 
 
 # ==========================================================================
@@ -6517,8 +9034,48 @@ def workspace_of(world):
     return os.path.abspath(world.workspace) if world.workspace else ''
 
 
-def load_config(world):
-    """Read the config files; raises ConfigError when there are none."""
+def read_lock_bytes(path):
+    """Read a lockfile's bytes; raises LockError."""
+    try:
+        data = read_bytes(path, MAX_LOCK_BYTES)
+    except ConfigError as exc:
+        why = os_reason(exc.__cause__)
+        if isinstance(exc.__cause__, FileNotFoundError):
+            raise LockError(path, 'is not there', 'Write it with `tools '
+                            'lock`, or correct the path.') from exc
+        raise LockError(path, 'cannot be read: ' + why) from exc
+    if len(data) > MAX_LOCK_BYTES:
+        raise LockError(path, 'is longer than %d MiB' % (
+            MAX_LOCK_BYTES >> 20))
+    return data
+
+
+def read_lock(path):
+    """Read a lockfile whole: a Lock; raises LockError."""
+    return parse_lock(path, read_lock_bytes(path))
+
+
+def _with_lockfile(world, config, may_lack):
+    """Read the lockfile that holds a config's approvals, if one does."""
+    if config.settings['approvals'] != 'lockfile':
+        return config
+    path = config.settings['lockfile']
+    if os.path.exists(path):
+        return config._replace(lock=read_lock(path))
+    if not may_lack:
+        raise LockError(path, 'is not there', 'Write it: ' + command_line(
+            world.how, 'tools lock --all'))
+    world.tell('warning: the lockfile %s is not there; no tool is approved '
+               'until `tools lock` writes it' % path)
+    return config._replace(lock=Lock(path, {}, {}))
+
+
+def load_config(world, may_lack=False):
+    """Read the config files; raises ConfigError when there are none.
+
+    may_lack: take a lockfile that is not there for an empty one, so that
+    the first one can be made. No check does.
+    """
     if not world.configs and not os.path.exists(config_paths(world)[0]):
         places = cmd_config_paths(world, None)
         found = [row['path'] for row in places if row['found']
@@ -6536,8 +9093,9 @@ def load_config(world):
         if real not in seen:
             seen.add(real)
             sources.append((path, real, read_bytes(path)))
-    return read_config(sources, world.dialect, workspace_of(world),
-                       home_of(world.env))
+    return _with_lockfile(world, read_config(
+        sources, world.dialect, workspace_of(world), home_of(world.env),
+        read_text), may_lack)
 
 
 def cmd_config_show(world, options):
@@ -6657,7 +9215,7 @@ def _listed_tool(snap, name, tool):
     link = known.connection
     if link is None or not link.state or not is_storable(tool):
         return None
-    found = load_tools(snap.con, row_id, name, known.launch, tool).get(tool)
+    found = load_server_tools(snap.con, row_id, known, tool).get(tool)
     return found if found and found.listed else None
 
 
@@ -6753,6 +9311,8 @@ def judge_refs(snap, question):
     pairs, now = [], question.now
     held = snap.ready.setdefault((question.caller, question.filters,
                                   question.horizon), {})
+    if question.lock:           # which holds as long as this question
+        held = {}
     for ref in question.refs:
         answer, (first, last) = held.get(ref, (None, (0, 0)))
         finding = None
@@ -6810,9 +9370,41 @@ def pin_pairs(ids, pins):
     return [(word, table.get(word.strip(), '')) for word in ids]
 
 
-def check_options(options):
-    """Read what both ways of checking share: (Refs, filters that are on)."""
-    refs = unique_refs(pin_pairs(options.ids, options.pin))
+def lock_refs(lock, ids=(), pins=()):
+    """Turn a Lock into Refs with its pins, one per tool, in order.
+
+    ids narrow it; pins, those of --pin, are asked for beside its own.
+    Raises UsageError for an id that is not in it, and for two pins of one
+    tool that differ.
+    """
+    refs = []
+    for ref in unique_refs(pin_pairs(list(ids) or sorted(lock.tools), pins)):
+        held = lock.tools.get('%s:%s' % (ref.server, ref.tool))
+        if held is None:
+            near = rank_nearest(ref.id, lock.tools, 1)
+            raise UsageError('%s is not in the lockfile %s%s' % (
+                json.dumps(ref.id), lock.path, '; did you mean %s?'
+                % near[0] if near else ''))
+        pin = format_hash(held.version, held.hash)
+        if ref.pin and parse_pin(ref.pin) != (held.version, held.hash):
+            raise UsageError('%s is asked for with two pins: %s and, in the '
+                             'lockfile %s, %s' % (json.dumps(ref.id), ref.pin,
+                                                  lock.path, pin))
+        refs.append(ref._replace(pin=pin))
+    return refs
+
+
+def check_options(options, lock=None):
+    """Read what both ways of checking share: (Refs, filters that are on).
+
+    lock: the Lock of --lock, None without one.
+    """
+    refs = (lock_refs(lock, options.ids, options.pin) if lock else
+            unique_refs(pin_pairs(options.ids, options.pin)))
+    bare = [ref.id for ref in refs if not ref.pin]
+    if options.require_pins and bare:
+        raise UsageError('--require-pins: there is no pin for %s' % ', '.join(
+            map(json.dumps, bare)))
     if options.profile == '':
         raise UsageError('--profile is empty; an unset variable must not '
                          'loosen a check')
@@ -6821,12 +9413,17 @@ def check_options(options):
         if getattr(options, name))
 
 
-def _question(world, config, options):
-    refs, filters = check_options(options)
+def _question(world, config, options, lock=None):
+    if options.lock == '':
+        raise UsageError('--lock is empty; an unset variable must not loosen '
+                         'a check')
+    if options.lock is not None:
+        lock = read_lock(options.lock)
+    refs, filters = check_options(options, lock)
     return Question(refs, operator(config, options.profile), filters,
                     world.now(), config.settings, world.how,
                     places_of(world), parse_duration(options.horizon)
-                    if options.horizon is not None else 0)
+                    if options.horizon is not None else 0, lock)
 
 
 def _wait(world, store, config, question, wait_ms):
@@ -6876,6 +9473,106 @@ def warn_of(world, config, names):
             world.tell('warning: %s' % note)
 
 
+def contract_question(world, config, contract, needs):
+    """Ask whether what a Contract needs is there, without any filter.
+
+    needs: those of its needs that are asked for.
+    """
+    lock = None
+    if contract.lock:
+        lock = parse_lock(contract.path, contract.lock.encode('utf-8'))
+    return Question(unique_refs(needs), operator(config), frozenset(),
+                    world.now(), config.settings, world.how,
+                    places_of(world), 0, lock)
+
+
+def _event_of(snap, ref, answer):
+    """Name what happened to a tool, which may be more than the reason."""
+    known, row_id = known_of(snap, ref.server)
+    if answer.reason == 'not_found' and not (
+            row_id is not None and is_storable(ref.tool) and load_tools(
+                snap.con, row_id, ref.server, known.launch, ref.tool)):
+        return 'missing'        # it never was there
+    if answer.detail.startswith('Server %s: launch changed: '
+                                % json.dumps(ref.server)):
+        return 'launch_changed'
+    return REASON_EVENTS.get(answer.reason, answer.reason)
+
+
+def contract_faults(snap, question):
+    """Say what is wrong with each ref: id -> fault, {} for nothing.
+
+    A ref that an outage hides is left out: what it was, it still may be.
+    """
+    found = {}
+    for ref, (answer, _) in zip(question.refs, judge_refs(snap, question)):
+        if answer.reason is None:
+            found[ref.id] = {}
+        elif not answer.retryable:
+            found[ref.id] = {'event': _event_of(snap, ref, answer),
+                             'reason': answer.reason,
+                             'detail': answer.detail}
+    return found
+
+
+def _record_moves(con, contract, server, events, now):
+    append_record(con, Record(
+        'contract', 'cli', now, '', 'operator', 'success'
+        if all(event['event'] == 'back' for event in events) else 'blocked',
+        {'contract': contract.name, 'server': server, 'tools': [
+            {'id': event['id'], 'event': event['event']}
+            for event in events]}))
+
+
+def _is_meant(contract, config, server):
+    """Tell whether a server, or its absence, is one a contract is for."""
+    if server:
+        return server.file in contract.files
+    return set(contract.files) <= set(map(os.path.realpath, config.files))
+
+
+def watch_contracts(con, world, config, name):
+    """Record what a result of one server does to contracts: lines to tell.
+
+    It runs in the transaction that wrote the result, so that of two syncs
+    only one finds a move. A contract is of the config files it was added
+    with: another project's server of that name is not the one it needs.
+    """
+    lines, snap = [], open_snapshot(con, config)
+    for contract in [read_contract(*row) for row in load_contracts(con)]:
+        needs = [need for need in contract.needs
+                 if parse_id(need[0]).server == name]
+        if not needs or not _is_meant(contract, config,
+                                      known_of(snap, name)[0].server):
+            continue
+        events, held = contract_moves(contract.held, contract_faults(
+            snap, contract_question(world, config, contract, needs)))
+        if events:
+            contract = contract._replace(held=held)
+            save_contract(con, contract.name, contract.at,
+                          contract_text(contract))
+            _record_moves(con, contract, name, events, world.now())
+            lines += [contract_line(contract.name, [event])
+                      for event in events]
+    return lines
+
+
+def _watch_removed(store, config, watch):
+    """Watch the servers of contracts that the config no longer has."""
+    with store.read() as con:
+        needed = {parse_id(need[0]).server for row in load_contracts(con)
+                  for need in read_contract(*row).needs}
+    gone = sorted(name for name in needed
+                  if look_up(config, name)[0] is None)
+    lines = []
+    if gone:
+        with store.write() as con:
+            for name in gone:
+                lines += watch(con, name)
+    for line in lines:
+        store.world.tell(line)
+
+
 def no_progress(done, total, names):
     """Show nothing while a sync runs."""
 
@@ -6884,12 +9581,16 @@ def run_sync(world, config, servers, limit, progress):
     """Look at servers and record what was seen: Rows.
 
     While it runs a signal only asks: every child is ended and every lease
-    given back before Interrupted is raised.
+    given back before Interrupted is raised. What it does to contracts is
+    told while it runs.
     """
+    def watch(con, name):
+        return watch_contracts(con, world, config, name)
     is_deferred, world.stop.is_deferred = world.stop.is_deferred, True
     try:
         with Store(world.home, world) as store:
-            rows = Round(store, config, limit, progress).run(servers)
+            rows = Round(store, config, limit, progress, watch).run(servers)
+            _watch_removed(store, config, watch)
             keep = config.settings['activity_retention']
             if keep:            # 0 keeps them for ever
                 prune_records(store, world.now() - keep, 'operator')
@@ -6908,35 +9609,45 @@ def tell_sync(world, rows):
     first = [row for row in rows if row.baseline]
     if first:
         world.tell('trusted on first use: %s, %s; nothing to compare with. '
-                   'Keep the state directory %s.' % (
+                   'Keep the state directory %s or commit a lockfile (tools '
+                   'lock).' % (
                        plural(len(first), 'server'),
                        plural(sum(row.tools for row in first), 'tool'),
                        world.home))
 
 
 def _sync_first(world, config, question, progress):
-    """Look at the servers a check names: the names looked at."""
-    scope, servers = question.caller.servers, []
+    """Look at the servers a check names: the names looked at.
+
+    One whose launch is not the one of the lockfile asked for is told, and
+    not started.
+    """
+    scope, servers, lock = question.caller.servers, [], question.lock
     for name in dict.fromkeys(ref.server for ref in question.refs):
         server, _ = look_up(config, name)
         if server and (scope is None or name in scope):
-            servers.append(server)
-    tell_sync(world, run_sync(world, config, servers, None, progress))
+            fact = lock and lock_fact(server, launch_digest(server), lock)
+            if fact:
+                world.tell('not started: ' + fact)
+            else:
+                servers.append(server)
+    rows = run_sync(world, config, servers, None, progress)
+    if lock:                    # there was something to compare with
+        rows = [row._replace(baseline=False) for row in rows]
+    tell_sync(world, rows)
     return {server.name for server in servers}
 
 
-def cmd_preflight(world, options):
-    """Check required tools: a Report, whose record is on disk.
+def _run_check(world, config, question, options, contract=''):
+    """Do what a check's options say: a Report, whose record is on disk.
 
     The record is written in the transaction that was judged from, so it is
     never younger than the verdict. Raises an error, and gives no verdict,
-    when it cannot be written.
+    when it cannot be written. contract: its name, for the record.
     """
     wait_ms = parse_wait(options.wait)
     check_request_id(options.request_id)
     request_id = options.request_id or new_request_id(world)
-    config = load_config(world)
-    question = _question(world, config, options)
     names, looked_at = {ref.server for ref in question.refs}, set()
     if options.sync:
         looked_at = _sync_first(world, config, question, options.progress)
@@ -6949,34 +9660,145 @@ def cmd_preflight(world, options):
             question = question._replace(now=world.now())
             report = judge_all(open_snapshot(con, config), question,
                                request_id, waited)
-            append_record(con, check_record(report, question.caller,
-                                            question.now))
+            record = check_record(report, question.caller, question.now)
+            if contract:
+                record.metadata['contract'] = contract
+            append_record(con, record)
     return report._replace(stuck=[line for line in report.stuck
                                   if line not in told])
 
 
-def cmd_sync(world, options):
-    """Look at servers: (Rows, names that are not configured)."""
-    limit = parse_duration(options.timeout) if options.timeout else None
-    if options.timeout is not None and not limit:
-        raise UsageError('--timeout must be longer than 0')
+def cmd_preflight(world, options):
+    """Check required tools: a Report, whose record is on disk."""
     config = load_config(world)
+    return _run_check(world, config, _question(world, config, options),
+                      options)
+
+
+def parse_limit(text):
+    """Read --timeout: milliseconds, None where it is not given."""
+    limit = parse_duration(text) if text else None
+    if text is not None and not limit:
+        raise UsageError('--timeout must be longer than 0')
+    return limit
+
+
+def chosen_servers(world, config, names):
+    """Give the servers named, or all: (Servers, unknown -> nearest).
+
+    What is wrong with the config is told, whatever was named.
+    """
     servers, skipped = all_servers(config)
     for note in config.warnings + skipped:
         world.tell('warning: ' + note)
-    wanted = list(dict.fromkeys(name.strip() for name in options.ids))
+    wanted = list(dict.fromkeys(name.strip() for name in names))
     by_name = {server.name: server for server in servers}
-    unknown = [name for name in wanted if name not in by_name]
-    for name in unknown:
-        near = rank_nearest(name, by_name, 1)
+    unknown = {name: rank_nearest(name, by_name, 1) for name in wanted
+               if name not in by_name}
+    if wanted:
+        servers = [by_name[name] for name in wanted if name in by_name]
+    return servers, unknown
+
+
+def split_notify(text):
+    """Split the command of --notify into words, as a shell would.
+
+    None stays None. Raises UsageError.
+    """
+    import shlex
+    if text is None:
+        return None
+    lexer = shlex.shlex(text, posix=True)
+    lexer.whitespace_split, lexer.commenters = True, ''
+    if os.name == 'nt':         # there it divides directories
+        lexer.escape = ''
+    try:
+        words = list(lexer)
+    except ValueError as exc:
+        raise UsageError('--notify: %s' % str(exc).lower()) from exc
+    if not words or not words[0]:
+        raise UsageError('--notify is empty')
+    return words
+
+
+def _claim_news(store, config):
+    """Take what no --notify has delivered yet: (events, what was told).
+
+    Taken in one transaction, so that of two syncs one delivers it.
+    """
+    events, before = [], {}
+    files = set(map(os.path.realpath, config.files))
+    with store.write() as con:
+        for contract in [read_contract(*row) for row in load_contracts(con)]:
+            news = contract_moves(contract.told, {
+                need[0]: contract.held.get(need[0], {})
+                for need in contract.needs})[0]
+            if not news or not files & set(contract.files):
+                continue
+            before[contract.name] = {event['id']: contract.told.get(
+                event['id']) for event in news}
+            save_contract(con, contract.name, contract.at, contract_text(
+                contract._replace(told=contract.held)))
+            for event in news:
+                ref = parse_id(event['id'])
+                events.append(dict({
+                    'contract': contract.name, 'server': ref.server,
+                    'tool': ref.tool}, **event))
+    return events, before
+
+
+def _give_back(store, before):
+    """Note that what was taken was not delivered."""
+    with store.write() as con:
+        for contract in [read_contract(*row) for row in load_contracts(con)]:
+            undone = before.get(contract.name)
+            if undone:
+                told = dict(contract.told, **undone)
+                save_contract(con, contract.name, contract.at, contract_text(
+                    contract._replace(told={
+                        name: fault for name, fault in told.items()
+                        if fault})))
+
+
+def notify(world, config, words):
+    """Deliver to a command what happened to contracts since the last time.
+
+    JSON on its stdin: {"events": [{contract, server, tool, id, event,
+    reason, detail}], "at"}. What it fails to take is told, and offered to
+    the next sync that has a --notify.
+    """
+    with Store(world.home, world) as store:
+        events, before = _claim_news(store, config)
+        if not events:
+            return
+        fault = 'was cut off'
+        try:
+            fault = feed_command(words, (compact_json({
+                'events': events, 'at': format_time(world.now())})
+                + '\n').encode('ascii'), world)
+        finally:
+            if fault:
+                _give_back(store, before)
+    if fault:
+        world.tell('warning: --notify %s: %s; the next sync with --notify '
+                   'tries again' % (words[0], fault))
+
+
+def cmd_sync(world, options):
+    """Look at servers: (Rows, names that are not configured)."""
+    words = split_notify(options.notify)
+    limit = parse_limit(options.timeout)
+    config = load_config(world, True)
+    servers, unknown = chosen_servers(world, config, options.ids)
+    for name, near in unknown.items():
         world.tell(look_up(config, name)[1] or 'no server %s is configured%s'
                    % (json.dumps(name), '; did you mean %s?' % near[0]
                       if near else ''))
-    if wanted:
-        servers = [by_name[name] for name in wanted if name in by_name]
     rows = run_sync(world, config, servers, limit, options.progress)
     tell_sync(world, rows)
-    return rows, unknown
+    if words:
+        notify(world, config, words)
+    return rows, list(unknown)
 
 
 def exit_of_sync(found):
@@ -6989,11 +9811,78 @@ def exit_of_sync(found):
     return EXIT_UNKNOWN if unknown else worst
 
 
+def _look_twice(world, config, servers, limit, progress):
+    """Look at servers, and again where one was up but gave no list."""
+    rows = {row.server: row for row in run_sync(
+        world, config, servers, limit, progress)}
+    again = [server for server in servers if is_list_failure(
+        *rows[server.name][1:4])]
+    if again:
+        rows.update((row.server, row) for row in run_sync(
+            world, config, again, limit, progress))
+    tell_sync(world, list(rows.values()))
+
+
+def _checkups(con, world, config, servers, is_live):
+    """Load the Checkups of servers: those that are on, and those off."""
+    found = [load_checkup(con, config, server.name, world, is_live)
+             for server in servers]
+    return ([case for case, is_off in found if not is_off],
+            [case for case, is_off in found if is_off])
+
+
+def cmd_health(world, options):
+    """Tell whether servers, and the APIs behind them, are up: a report.
+
+    A look is recorded like a sync's; beside it the last probe is kept, and
+    an audit record. What the gate reads of a probe is nothing.
+    """
+    limit = parse_limit(options.timeout)
+    config = load_config(world, not options.cached)
+    servers, unknown = chosen_servers(world, config, options.ids)
+    if servers and not options.cached:
+        _look_twice(world, config, servers, limit, options.progress)
+    with Store(world.home, world) as store:
+        with store.read() as con:
+            cases, off = _checkups(con, world, config, servers,
+                                   not options.cached)
+        cases += off if options.ids else []
+        if not cases and not unknown:
+            raise UsageError('there is no server to look at',
+                             'See `servers list`; one that is switched off '
+                             'must be named.')
+        probes, now = send_probes(cases, world, options.probe), world.now()
+        rows = [health_row(case, probes[case.server.name], now)
+                for case in cases]
+        rows += [unknown_row(name, look_up(config, name)[1], near, world.how)
+                 for name, near in unknown.items()]
+        report = health_report(rows, now)
+        with store.write() as con:
+            for case in cases:
+                probe = probes[case.server.name]
+                if not probe['skipped']:
+                    save_probe(con, case.server.name, seen_key(case.server),
+                               probe)
+            record_health(con, report, now)
+    return report
+
+
+def recorded_health(world, config):
+    """Report what is recorded of all servers: no look, no probe."""
+    with Store(world.home, world) as store, store.read() as con:
+        now = world.now()
+        cases, _ = _checkups(con, world, config, all_servers(config)[0],
+                             False)
+        rows = [health_row(case, recorded_probe(con, case, max_age_of(
+            case.server, config.settings, case.link.ttl if case.link else 0),
+            now), now) for case in cases]
+    return health_report(rows, now)
+
+
 def _tool_row(server, tool):
-    is_denied = tool.name in server.deny or (
-        server.allow is not None and tool.name not in server.allow)
+    is_denied = denied_by(server, tool.name) is not None
     approved = tool.approved
-    return {
+    row = {
         'id': '%s:%s' % (server.name, tool.name), 'server': server.name,
         'name': tool.name, 'listed': tool.listed,
         'status': tool_status(tool)[0],
@@ -7003,6 +9892,18 @@ def _tool_row(server, tool):
         if approved else None, 'annotations': tool.hints,
         'first_seen': format_time(tool.first_seen),
         'last_seen': format_time(tool.last_seen)}
+    if tool.ignored:
+        row['ignored'] = list(tool.ignored)
+    return row
+
+
+def _note_of(server, tool):
+    """Say what is ignored of a tool, and how often its text moves."""
+    ignored = ('Differs from the approved definition in %s only, which '
+               'ignore_changes of server %s leaves out (%s).' % (
+                   ', '.join(tool.ignored), json.dumps(server.name),
+                   server.file) if tool.ignored else '')
+    return ' '.join(filter(None, (ignored, moves_text(tool))))
 
 
 def _tools_of(con, config, server, only=None):
@@ -7014,7 +9915,7 @@ def _tools_of(con, config, server, only=None):
     link = known.connection
     if link is None or not link.state:
         return {}, row_id
-    return load_tools(con, row_id, server.name, known.launch, only), row_id
+    return load_server_tools(con, row_id, known, only), row_id
 
 
 def _selected(config, names):
@@ -7025,7 +9926,7 @@ def _selected(config, names):
 
 def cmd_tools_list(world, options):
     """List what is known of the tools of some servers, or of all."""
-    config = load_config(world)
+    config = load_config(world, True)
     rows = []
     with Store(world.home, world) as store, store.read() as con:
         for server in _selected(config, options.ids):
@@ -7065,16 +9966,16 @@ def _one_id(options):
 
 def cmd_tools_show(world, options):
     """Show all that is known of one tool, its definition included."""
-    text, config = _one_id(options), load_config(world)
+    text, config = _one_id(options), load_config(world, True)
     with Store(world.home, world) as store, store.read() as con:
         server, tool, row_id = _find_tool(con, config, text, world)
         row = _tool_row(server, tool)
         row['why'] = tool_status(tool)[1] or None
-        row['approved_at'] = (format_time(tool.approved.at)
-                              if tool.approved else None)
+        at = tool.approved.at if tool.approved else None
+        row['approved_at'] = format_time(at) if at is not None else None
         row['approved_how'] = tool.approved.how if tool.approved else None
-        row['changes'], row['looks'] = load_changes(con, row_id,
-                                                    tool.name)
+        row['changes'], row['looks'] = tool.moves
+        row['note'] = _note_of(server, tool) or None
         text = load_definition(con, tool.hash)
         row['definition'] = json.loads(text) if text else None
         row['pin'] = ('--pin ' + shell_word('%s=%s' % (
@@ -7082,35 +9983,68 @@ def cmd_tools_show(world, options):
     return row
 
 
-def _diff(con, server, tool, how):
-    """Set the listed definition beside the approved one."""
+def _diff_fields(old, new):
+    """Give the fields that differ: old and new value, and lines."""
+    before, after = (json.loads(text) if text else {} for text in (old, new))
+    return [{'field': field, 'lines': lines, 'old': before.get(field),
+             'new': after.get(field)}
+            for field, lines in diff_definitions(old, new)]
+
+
+def _approve_line(how, tool, lock):
+    """Write the command that trusts a tool as it is now listed."""
+    if lock:
+        return lock_line(how, tool, lock.path)
+    token = review_token(tool.hash, tool.hints)
+    return command_line(how, 'tools approve --expect ' + token,
+                        '%s:%s' % (tool.server, tool.name))
+
+
+def _diff(con, server, tool, how, lock=None):
+    """Set the listed definition beside the approved one.
+
+    lock: the Lock that approves, its path '' where the config names it.
+    """
     approved = tool.approved
     status, why = tool_status(tool)
-    old = load_definition(con, approved.hash) if approved else ''
+    old = load_approved_text(con, lock, tool)
     new = load_definition(con, tool.hash) if tool.hash else ''
     name = '%s:%s' % (server.name, tool.name)
     token = review_token(tool.hash, tool.hints) if tool.hash else None
-    approve = None
-    if token and tool.listed:
-        approve = command_line(how, 'tools approve --expect ' + token, name)
-    return {
+    note = _note_of(server, tool)
+    if approved and new and not old:
+        note = (note + ' The approved text is not kept here: all of the '
+                'listed one is shown.').strip()
+    diff = {
         'id': name, 'status': status, 'why': why or None,
         'approved_hash': format_hash(approved.version, approved.hash)
         if approved else None,
         'hash': format_hash(tool.version, tool.hash) if tool.hash else None,
-        'fields': [{'field': field, 'lines': lines}
-                   for field, lines in diff_definitions(old, new)]
-        if new else [],
-        'hints': diff_hints(approved.hints if approved else {}, tool.hints),
-        'token': token, 'approve': approve}
+        'listed': tool.listed, 'note': note or None,
+        'changes': tool.moves[0], 'looks': tool.moves[1],
+        'fields': _diff_fields(old, new) if new else [],
+        'hints': diff_hints(approved.hints if approved else None,
+                            tool.hints),
+        'odd_characters': ['%s: %s' % pair
+                           for pair in definition_notes(new)],
+        'token': token, 'approve': _approve_line(how, tool, lock)
+        if token and tool.listed else None}
+    if tool.ignored:
+        diff['ignored'] = list(tool.ignored)
+    return diff
+
+
+def _own_lock(config):
+    """Give the Lock of a config as _diff takes it, None without one."""
+    return config.lock and config.lock._replace(path='')
 
 
 def cmd_tools_diff(world, options):
     """Show what approving a tool would trust, and the line that does it."""
-    text, config = _one_id(options), load_config(world)
+    text, config = _one_id(options), load_config(world, True)
     with Store(world.home, world) as store, store.read() as con:
         server, tool, _ = _find_tool(con, config, text, world)
-        return _diff(con, server, tool, world.how)
+        return _diff(con, server, tool, world.how, _own_lock(config))
 
 
 def _to_approve(con, config, options, world):
@@ -7152,31 +10086,62 @@ def _check_approve_options(options):
         raise UsageError('--expect goes with exactly one tool id')
 
 
+class ReviewOutdated(UsageError):
+    """What was reviewed is no longer what is listed."""
+
+
+def _write_approvals(con, world, config, tokens):
+    """Approve what its review token still fits, with a record: rows.
+
+    Raises ReviewOutdated, and approves nothing, where one does not.
+    """
+    now, rows = world.now(), []
+    for name, token in tokens.items():
+        server, tool, _ = _find_tool(con, config, name, world)
+        if not tool.listed or tool.flaw or token != review_token(
+                tool.hash, tool.hints):
+            raise ReviewOutdated('%s changed while it was reviewed; nothing '
+                                 'was approved' % name)
+        old = tool.approved
+        is_same = old and (old.hash, old.hints) == (tool.hash, tool.hints)
+        if not is_same:
+            digest = launch_digest(server)
+            save_approvals(con, server.name, digest, [tool],
+                           ('approve', now))
+            if not load_launches(con, server.name):
+                # Seen by another host: else the first look of this one
+                # would be a baseline, and undo the choice.
+                save_launch(con, server.name, Launch(
+                    digest, launch_text(server), 'approve', now, True))
+        rows.append({'id': name, 'result': 'unchanged' if is_same
+                     else 'approved'})
+    done = [row['id'] for row in rows if row['result'] == 'approved']
+    if done:
+        append_record(con, Record(
+            'approval', 'cli', now, '', 'operator', 'success', {
+                'action': 'approve', 'tools': done,
+                'tokens': [tokens[name] for name in done]}))
+    return rows
+
+
 def _approve(world, store, config, tokens):
     """Write approvals whose review tokens still fit, in one transaction."""
-    now, rows = world.now(), []
     with store.write() as con:
-        for name, token in tokens.items():
-            server, tool, _ = _find_tool(con, config, name, world)
-            if not tool.listed or tool.flaw or token != review_token(
-                    tool.hash, tool.hints):
-                raise UsageError('%s changed while it was reviewed; nothing '
-                                 'was approved' % name)
-            old = tool.approved
-            is_same = old and (old.hash, old.hints) == (tool.hash,
-                                                        tool.hints)
-            if not is_same:
-                save_approvals(con, server.name, launch_digest(server),
-                               [tool], ('approve', now))
-            rows.append({'id': name, 'result': 'unchanged' if is_same
-                         else 'approved'})
-        done = [row['id'] for row in rows if row['result'] == 'approved']
-        if done:
-            append_record(con, Record(
-                'approval', 'cli', now, '', 'operator', 'success', {
-                    'action': 'approve', 'tools': done,
-                    'tokens': [tokens[name] for name in done]}))
-    return rows
+        return _write_approvals(con, world, config, tokens)
+
+
+def refuse_lock_mode(config, how, ids=()):
+    """Refuse to approve in the state where a lockfile approves."""
+    if config.lock:
+        raise UsageError('approvals are kept in the lockfile %s: `tools lock` '
+                         'approves' % config.lock.path, 'Run: '
+                         + command_line(how, 'tools lock', *ids))
+
+
+def review_text(diff, question):
+    """Write a diff, and the question that is put below it."""
+    return '%s%s %s?' % (render_diff(dict(diff, approve=None)), question,
+                         reveal(diff['id']))
 
 
 def cmd_tools_approve(world, options):
@@ -7187,7 +10152,8 @@ def cmd_tools_approve(world, options):
     """
     _check_approve_options(options)
     is_settled = options.yes or options.expect is not None
-    config = load_config(world)
+    config = load_config(world, True)
+    refuse_lock_mode(config, world.how, options.ids)
     with Store(world.home, world) as store:
         with store.read() as con:
             found = _to_approve(con, config, options, world)
@@ -7201,39 +10167,509 @@ def cmd_tools_approve(world, options):
                     % (diff['id'], diff['token']),
                     'Review it again: ' + command_line(
                         world.how, 'tools diff', diff['id']))
-            if not is_settled and not world.ask(
-                    render_diff(diff) + 'Approve %s?' % safe_text(
-                        diff['id'])):
+            if not is_settled and not world.ask(review_text(diff,
+                                                            'Approve')):
                 raise UsageError('not approved: %s' % diff['id'])
             tokens[diff['id']] = wanted
         return _approve(world, store, config, tokens)
 
 
-def _cmd_block(world, options, verb):
+LockJob = namedtuple('LockJob', 'path old data options')
+LockJob.__doc__ = """One run that rewrites a lockfile. path: as it was named;
+old: the Lock in it, data its bytes, None where there is no file yet."""
+
+LockPlan = namedtuple('LockPlan', 'lock tools diffs faults notes')
+LockPlan.__doc__ = """What a run of `tools lock` would write, read at one
+instant. lock: the Lock; tools: id -> Tool, those looked at; diffs: id -> the
+diff of one that nobody has approved; faults: why it cannot be done; notes:
+what was left out, and why."""
+
+
+def _lock_job(path, options):
+    """Read the lockfile that is to be rewritten, if it is there."""
+    if not os.path.exists(path):
+        return LockJob(path, Lock(path, {}, {}), None, options)
+    data = read_lock_bytes(path)    # of one instant
+    return LockJob(path, parse_lock(path, data), data, options)
+
+
+def _replace_lock(world, store, job, lock, write):
+    """Put a Lock in the place of the one that was read.
+
+    write(con) does what belongs to it in the state and gives the metadata
+    of its record, which is on the disk before the file is replaced. Raises
+    UsageError, and writes nothing, when the file has changed meanwhile.
+    """
+    data = render_lock(lock).encode('ascii')
+    if len(data) > MAX_LOCK_BYTES:
+        raise UsageError('the lockfile would be longer than %d MiB' % (
+            MAX_LOCK_BYTES >> 20), 'Lock fewer tools, or without --full.')
+    parse_lock(job.path, data)  # what could not be read is never written
+
+    def record():
+        with store.write() as con:
+            there = os.path.exists(job.path)
+            if job.data != (read_lock_bytes(job.path) if there else None):
+                raise UsageError('the lockfile %s changed meanwhile; nothing '
+                                 'was written' % job.path)
+            about = dict(write(con), file=os.path.abspath(job.path))
+            append_record(con, Record('lock', 'cli', world.now(), '',
+                                      'operator', 'success', about))
+    mutex = FileLock(os.path.join(world.home, 'lockfile.mutex'), world)
+    try:
+        with mutex:             # of the runs that rewrite one
+            replace_file(job.path, data, record)
+    finally:
+        mutex.close()
+
+
+def _check_listing(snap, how, name):
+    """Refuse to lock tools of a server that is held, or was never seen."""
+    known, _ = known_of(snap, name)
+    link = known.connection
+    if known.quarantined:
+        raise UsageError(known.quarantined, 'Run: ' + command_line(
+            how, 'servers approve', name))
+    if link is None or link.listed_at is None:
+        raise UsageError('Server %s has not listed its tools under its '
+                         'launch yet.' % json.dumps(name),
+                         'Run: ' + command_line(how, 'sync', name))
+
+
+def _left_out(server, tool):
+    """Say why a listed tool can never be ready, '' if it can."""
+    if tool.blocked_at is not None:
+        return 'it is blocked'
+    if _tool_row(server, tool)['denied']:
+        return 'the config denies it'
+    ref = parse_id('%s:%s' % (server.name, tool.name))
+    is_plain = (ref.server, ref.tool) == (server.name, tool.name)
+    return '' if is_plain else 'no id can name it'
+
+
+def _lock_all(snap, how, faults, notes):
+    """Name all that the configured servers list and that can be ready."""
+    servers, skipped = all_servers(snap.config)
+    notes += skipped
+    for server in servers:
+        known, row_id = known_of(snap, server.name)
+        if known.disabled:
+            notes.append('left out: ' + known.disabled)
+            continue
+        try:
+            _check_listing(snap, how, server.name)
+        except UsageError as exc:
+            faults.append('%s %s' % (exc, exc.hint))
+            continue
+        for name, tool in sorted(load_server_tools(
+                snap.con, row_id, known).items()):
+            text, why = '%s:%s' % (server.name, name), _left_out(server, tool)
+            if tool.listed and not why:
+                yield text
+            elif tool.listed:
+                notes.append('left out: %s: %s' % (json.dumps(text), why))
+
+
+def _lock_ids(snap, how, job, faults, notes):
+    """Name the tools that are to be locked as they are listed now."""
+    if job.options.all:
+        return list(_lock_all(snap, how, faults, notes))
+    given = job.options.ids
+    if not given and not job.options.remove:
+        given = sorted(job.old.tools)
+    wanted = []
+    for text in given:
+        ref = parse_id(text)
+        if not ref.server:
+            raise UsageError('%s: %s' % (json.dumps(ref.id), id_hint(ref)))
+        wanted.append('%s:%s' % (ref.server, ref.tool))
+    return list(dict.fromkeys(wanted))
+
+
+def _tool_to_lock(snap, how, job, text):
+    """Find a tool that is listed now; raises UsageError with the cure."""
+    ref = parse_id(text)
+    known_server(snap.config, ref.server)
+    _check_listing(snap, how, ref.server)
+    tool = _listed_tool(snap, ref.server, ref.tool)
+    if tool is None and text in job.old.tools:
+        raise UsageError('%s is not listed now.' % json.dumps(text), 'Run: '
+                         + command_line(how, 'tools lock --file=%s --remove='
+                                        '%s' % (shell_word(job.path),
+                                                shell_word(text))))
+    if tool is None:
+        raise UsageError('%s is not listed now.' % json.dumps(text), 'Run: '
+                         + command_line(how, 'tools list', ref.server))
+    if tool.flaw:
+        raise UsageError('%s cannot be locked: %s.' % (json.dumps(text),
+                                                       tool.flaw))
+    return tool
+
+
+def _plan_lock(con, config, how, job):
+    """Plan what a run of `tools lock` would write: a LockPlan."""
+    snap, old, is_whole = open_snapshot(con, config), job.old, job.options.all
+    plan = LockPlan(Lock(job.path, {} if is_whole else dict(old.launches),
+                         {} if is_whole else dict(old.tools)), {}, {}, [], [])
+    for text in job.options.remove or ():
+        ref = parse_id(text)
+        if plan.lock.tools.pop('%s:%s' % (ref.server, ref.tool), None) is None:
+            plan.faults.append('%s is not in the lockfile %s.' % (
+                json.dumps(ref.id), job.path))
+    is_full = job.options.full or any(row.text for row in old.tools.values())
+    for text in _lock_ids(snap, how, job, plan.faults, plan.notes):
+        try:
+            tool = plan.tools[text] = _tool_to_lock(snap, how, job, text)
+        except UsageError as exc:
+            plan.faults.append(('%s %s' % (exc, exc.hint)).strip())
+            continue
+        known, _ = known_of(snap, tool.server)
+        plan.lock.launches[tool.server] = (known.launch,
+                                           launch_text(known.server))
+        plan.lock.tools[text] = Locked(
+            tool.version, tool.hash, tool.hints,
+            load_definition(con, tool.hash) if is_full else '')
+        why = _left_out(known.server, tool)
+        if why:                 # it was named, so it is not left out
+            plan.notes.append('warning: %s is never ready: %s' % (
+                json.dumps(text), why))
+        if tool_status(tool)[0] != APPROVED:
+            plan.diffs[text] = _diff(con, known.server, tool, how,
+                                     _own_lock(config))
+    return plan
+
+
+def _fitting(words, tools):
+    """Read --expect ID=TOKEN: the ids whose tokens fit; raises UsageError."""
+    names = set()
+    for word in words or ():
+        text, _, token = word.rpartition('=')
+        ref = parse_id(text)
+        name = '%s:%s' % (ref.server, ref.tool)
+        if not ref.server:
+            raise UsageError('--expect %s is not ID=TOKEN' % json.dumps(word))
+        if name not in tools:
+            raise UsageError('--expect names %s, which is not locked here'
+                             % json.dumps(ref.id))
+        now = review_token(tools[name].hash, tools[name].hints)
+        if token.strip().lower() != now:
+            raise UsageError('%s is not what was reviewed: its token is now '
+                             '%s' % (json.dumps(ref.id), now))
+        names.add(name)
+    return names
+
+
+def _settle_lock(world, plan, options):
+    """Refuse what cannot be locked, and what nobody approves now."""
+    if plan.faults:
+        for fault in dict.fromkeys(plan.faults):
+            world.tell(fault)
+        raise UsageError('nothing was written: not all of it can be locked')
+    if not plan.lock.tools:
+        raise UsageError('nothing is left to be locked; to lock nothing, '
+                         'remove the file')
+    names = _fitting(options.expect, plan.tools)
+    todo = [name for name in plan.diffs if name not in names]
+    try:
+        while todo and (options.yes or world.ask(
+                render_diff(plan.diffs[todo[0]]) + 'Lock %s as it is listed '
+                'now?' % safe_text(todo[0]))):
+            todo.pop(0)
+    except UsageError:          # there is nobody to ask
+        pass
+    for name in todo:
+        diff = plan.diffs[name]
+        world.tell('%s is %s: %s. Review it: %s' % (
+            json.dumps(name), diff['status'], diff['why'],
+            command_line(world.how, 'tools diff', name)))
+    if todo:
+        raise UsageError('nothing was written: %s awaiting approval' % plural(
+            len(todo), 'tool'), 'Review each, then lock it with --expect '
+            'ID=TOKEN, or all of them with --yes.')
+
+
+def _lock_rows(job, plan):
+    """Say what became of each tool of a lockfile."""
+    old, new, rows = job.old, plan.lock, []
+    for name in sorted(set(old.tools) | set(plan.tools)):
+        server = parse_id(name).server
+        is_same = old.tools.get(name) == new.tools.get(name) and (
+            name not in plan.tools
+            or old.launches.get(server) == new.launches.get(server))
+        rows.append({'id': name, 'result': (
+            'removed' if name not in new.tools else
+            'added' if name not in old.tools else
+            'unchanged' if is_same else 'renewed')})
+    return rows
+
+
+def _lock_notes(job, plan):
+    """Say what somebody who locks tools should know beside the rows."""
+    notes = list(plan.notes)
+    for name, launch in sorted(plan.lock.launches.items()):
+        before = job.old.launches.get(name, launch)
+        if before != launch:
+            notes.append('the launch of server %s was %s, now it is %s' % (
+                json.dumps(name), before[1], launch[1]))
+    return notes
+
+
+def _check_lock_options(options):
+    if options.file == '':
+        raise UsageError('--file is empty')
+    if options.all and (options.ids or options.remove):
+        raise UsageError('give tool ids, or --all, not both')
+    both = set(map(parse_id, options.ids)) & set(map(
+        parse_id, options.remove or ()))
+    if both:
+        raise UsageError('%s is to be locked and to be removed' % json.dumps(
+            both.pop().id))
+
+
+def cmd_tools_lock(world, options):
+    """Lock listed definitions: rows of {'id', 'result'}.
+
+    Nothing is written unless all of it can be, and is approved: before, by
+    --expect, at a terminal or by --yes. What was shown must still be what
+    is listed when it is written.
+    """
+    _check_lock_options(options)
+    config = load_config(world, True)
+    job = _lock_job(config.settings['lockfile'] if options.file is None
+                    else options.file, options)
+    if job.data is None and not (options.ids or options.all):
+        raise UsageError('there is no lockfile %s yet; give tool ids, or '
+                         '--all' % job.path)
+    with Store(world.home, world) as store:
+        with store.read() as con:
+            plan = _plan_lock(con, config, world.how, job)
+        _settle_lock(world, plan, options)
+        rows = _lock_rows(job, plan)
+        tokens = {name: diff['token'] for name, diff in plan.diffs.items()}
+
+        def write(con):
+            now = _plan_lock(con, config, world.how, job)
+            if (now.lock, now.faults, sorted(now.diffs)) != (
+                    plan.lock, [], sorted(plan.diffs)):
+                raise UsageError('something changed while it was reviewed; '
+                                 'nothing was written', 'Run it again.')
+            if tokens and not config.lock:
+                _write_approvals(con, world, config, tokens)
+            done = {word: [row['id'] for row in rows if row['result'] == word]
+                    for word in ('added', 'renewed', 'removed')}
+            return dict(done, action='lock', tools=sorted(
+                name for names in done.values() for name in names),
+                approved=sorted(tokens), tokens=[
+                    tokens[name] for name in sorted(tokens)])
+        if tokens or job.data != render_lock(plan.lock).encode('ascii'):
+            _replace_lock(world, store, job, plan.lock, write)
+    for note in _lock_notes(job, plan):
+        world.tell(note)
+    return rows
+
+
+Verified = namedtuple('Verified', 'report drift new')
+Verified.__doc__ = """A check by a lockfile, and what is beside it: drift,
+as _diff gives each; new: tools of its servers that it does not hold."""
+
+
+def _drifted(snap, question, ref):
+    """Set a listed tool beside the locked one: its diff, None if alike."""
+    lock, known = question.lock, known_of(snap, ref.server)[0]
+    tool = load_case(snap, question, ref).tool
+    approved = locked_approval(lock, ref.server, ref.tool)
+    if tool is None:
+        is_gone = (known.connection is not None
+                   and known.connection.listed_at is not None)
+        return {'id': ref.id, 'status': 'not listed', 'why': None,
+                'approved_hash': ref.pin, 'hash': None, 'fields': [],
+                'hints': [], 'token': None, 'approve': None
+                } if is_gone else None
+    if not tool.flaw and (tool.version, tool.hash, tool.hints) == (
+            approved.version, approved.hash, approved.hints):
+        return None
+    return _diff(snap.con, known.server, tool._replace(
+        approved=approved, differs=(), ignored=()), question.how, lock)
+
+
+def _launch_drift(question, known):
+    """Set a launch beside the locked one: a row as of a tool, or None."""
+    name, lock = known.server.name, question.lock
+    fact = lock_fact(known.server, known.launch, lock)
+    if not fact:
+        return None
+    (old, text), now = lock.launches[name], launch_text(known.server)
+    return {'id': name, 'status': 'launch changed',
+            'why': 'only a masked part differs' if text == now else None,
+            'approved_hash': old, 'hash': known.launch,
+            'fields': [{'field': 'launch', 'lines': ['-' + text,
+                                                     '+' + now]}],
+            'hints': [], 'token': None, 'approve': command_line(
+                question.how, 'servers approve --lock=' + shell_word(
+                    lock.path), name)}
+
+
+def _beside_lock(snap, question):
+    """Compare a lockfile with what was seen: (drift, new)."""
+    drift, new, lock = [], [], question.lock
+    for name in dict.fromkeys(ref.server for ref in question.refs):
+        known, row_id = known_of(snap, name)
+        if known.server is None:
+            continue
+        drift.append(_launch_drift(question, known))
+        link = known.connection
+        tools = load_server_tools(snap.con, row_id, known) if (
+            link and link.state) else {}
+        new += [{'id': '%s:%s' % (name, tool), 'status': tool_status(row)[0],
+                 'hash': format_hash(row.version, row.hash) if row.hash
+                 else None} for tool, row in sorted(tools.items())
+                if row.listed and '%s:%s' % (name, tool) not in lock.tools]
+    drift += [_drifted(snap, question, ref) for ref in question.refs
+              if known_of(snap, ref.server)[0].server]
+    return [row for row in drift if row], new
+
+
+def cmd_tools_verify(world, options):
+    """Check by a lockfile, and say what drifted from it: a Verified.
+
+    It looks at no server: what is beside the lock is what a sync saw.
+    """
+    check_request_id(options.request_id)
     config = load_config(world)
+    if options.lock is None:
+        options.lock = config.settings['lockfile']
+    question = _question(world, config, options)
+    warn_of(world, config, {ref.server for ref in question.refs})
+    with Store(world.home, world) as store, store.write() as con:
+        snap = open_snapshot(con, config)
+        report = judge_all(snap, question, options.request_id
+                           or new_request_id(world))
+        append_record(con, check_record(report, question.caller,
+                                        question.now))
+        return Verified(report, *_beside_lock(snap, question))
+
+
+def _write_blocks(con, world, config, ids, verb):
+    """Block or unblock tools, with a record: rows of id and result."""
+    now, rows = world.now(), []
+    for text in dict.fromkeys(word.strip() for word in ids):
+        ref = parse_id(text)
+        if not ref.server or not is_storable(ref.tool):
+            raise UsageError('%s: %s' % (json.dumps(ref.id), id_hint(ref)))
+        server = known_server(config, ref.server)
+        tools, _ = _tools_of(con, config, server, ref.tool)
+        if verb == 'block' and ref.tool not in tools:
+            world.tell('note: %s is not known here; the block holds '
+                       'when it comes' % json.dumps(ref.id))
+        is_on = ref.tool in load_blocks(con, ref.server)
+        save_block(con, ref.server, ref.tool,
+                   now if verb == 'block' else None)
+        rows.append({'id': ref.id, 'result': verb + 'ed' if is_on
+                     is (verb != 'block') else 'unchanged'})
+    append_record(con, Record(
+        'approval', 'cli', now, '', 'operator', 'success', {
+            'action': verb, 'tools': [row['id'] for row in rows]}))
+    return rows
+
+
+def _cmd_block(world, options, verb):
+    config = load_config(world, True)
     if not options.ids:
         raise UsageError('no tool id was given')
-    now, rows = world.now(), []
     with Store(world.home, world) as store, store.write() as con:
-        for text in dict.fromkeys(word.strip() for word in options.ids):
-            ref = parse_id(text)
-            if not ref.server or not is_storable(ref.tool):
-                raise UsageError('%s: %s' % (json.dumps(ref.id),
-                                             id_hint(ref)))
-            server = known_server(config, ref.server)
-            tools, _ = _tools_of(con, config, server, ref.tool)
-            if verb == 'block' and ref.tool not in tools:
-                world.tell('note: %s is not known here; the block holds '
-                           'when it comes' % json.dumps(ref.id))
-            is_on = ref.tool in load_blocks(con, ref.server)
-            save_block(con, ref.server, ref.tool,
-                       now if verb == 'block' else None)
-            rows.append({'id': ref.id, 'result': verb + 'ed' if is_on
-                         is (verb != 'block') else 'unchanged'})
-        append_record(con, Record(
-            'approval', 'cli', now, '', 'operator', 'success', {
-                'action': verb, 'tools': [row['id'] for row in rows]}))
+        return _write_blocks(con, world, config, options.ids, verb)
+
+
+REVIEW_CHOICES = ('approve', 'block', 'skip', 'quit')
+
+
+def _awaiting(con, config, servers, world):
+    """List the ids that await a decision; tells what is left out."""
+    ids, blocked = [], 0
+    for server in servers:
+        tools, _ = _tools_of(con, config, server)
+        for name in sorted(tools):
+            tool, text = tools[name], '%s:%s' % (server.name, name)
+            if not tool.listed or tool_status(tool)[0] == APPROVED:
+                continue
+            if tool.blocked_at is not None:
+                blocked += 1
+            elif parse_id(text).tool != name:
+                world.tell('left out: %s begins or ends with a blank, and '
+                           'no id can name it' % json.dumps(text))
+            else:
+                ids.append(text)
+    if blocked:
+        world.tell('left out: %s that you have blocked'
+                   % plural(blocked, 'tool'))
+    return ids
+
+
+def _held_launches(con, config, servers, world):
+    """List the servers that wait for `servers approve`, by their launch."""
+    rows = []
+    for server in servers:
+        known, _ = load_known(con, config, server.name)
+        switch = load_switches(con, server.name, server.file).get(
+            'quarantined')
+        if known.quarantined and not switched(server.quarantined,
+                                              switch)[0]:
+            rows.append({'server': server.name, 'why': known.quarantined,
+                         'approve': command_line(
+                             world.how, 'servers approve', server.name)})
     return rows
+
+
+def _review_tool(world, store, config, name, place):
+    """Show one tool until it is decided on: what was done."""
+    while True:
+        with store.read() as con:
+            server, tool, _ = _find_tool(con, config, name, world)
+            diff = _diff(con, server, tool, world.how)
+        if not tool.listed or diff['status'] == APPROVED:
+            return 'settled meanwhile'
+        answer = world.ask(
+            '\n-- %s --\n%s' % (place, review_text(diff, 'What about')),
+            REVIEW_CHOICES[0 if diff['token'] else 1:])
+        if answer == 'skip':
+            return 'skipped'
+        if answer == 'quit':
+            return answer
+        try:
+            with store.write() as con:
+                if answer == 'block':
+                    _write_blocks(con, world, config, [name], 'block')
+                    return 'blocked'
+                _write_approvals(con, world, config, {name: diff['token']})
+                return 'approved'
+        except ReviewOutdated:
+            world.tell('%s changed while it was shown and is not approved; '
+                       'this is what is listed now:' % name)
+
+
+def cmd_tools_review(world, options):
+    """Walk through all that is pending or changed, at a terminal.
+
+    Returns {'tools': [{'id', 'result'}], 'servers': [...]}: each decision
+    is written, with a record, before the next tool is shown.
+    """
+    config = load_config(world, True)
+    refuse_lock_mode(config, world.how)
+    servers, rows = _selected(config, [name.strip()
+                                       for name in options.ids]), []
+    with Store(world.home, world) as store:
+        with store.read() as con:
+            ids = _awaiting(con, config, servers, world)
+            held = _held_launches(con, config, servers, world)
+        for n, name in enumerate(ids):
+            result = _review_tool(world, store, config, name,
+                                  '%d of %d' % (n + 1, len(ids)))
+            if result == 'quit':
+                rows += [{'id': left, 'result': 'not looked at'}
+                         for left in ids[n:]]
+                break
+            rows.append({'id': name, 'result': result})
+    return {'tools': rows, 'servers': held}
 
 
 def cmd_tools_block(world, options):
@@ -7292,7 +10728,7 @@ def _server_row(con, config, server, now):
 
 def cmd_servers_list(world, options):
     """List the configured servers with what is known of each."""
-    config = load_config(world)
+    config = load_config(world, True)
     for note in all_servers(config)[1]:
         world.tell('warning: ' + note)
     with Store(world.home, world) as store, store.read() as con:
@@ -7301,7 +10737,7 @@ def cmd_servers_list(world, options):
 
 
 def _one_server(world, options):
-    config = load_config(world)
+    config = load_config(world, True)
     if len(options.ids) != 1:
         raise UsageError('give exactly one server name')
     return config, known_server(config, options.ids[0].strip())
@@ -7323,6 +10759,8 @@ def cmd_servers_show(world, options):
         switches = load_switches(con, server.name, server.file)
         launches = [launch.digest
                     for launch in load_launches(con, server.name)]
+        if config.lock:
+            launches = config.lock.launches.get(server.name, ())[:1]
         link = known.connection
     for key in ('enabled', 'quarantined'):
         value, by_switch = switched(getattr(server, key), switches.get(key))
@@ -7398,33 +10836,64 @@ def _approve_launch(con, world, server, config):
     return carried
 
 
+def _launch_job(config, server, options):
+    """Read the lockfile that a launch is approved in, None without one."""
+    if options.lock == '':
+        raise UsageError('--lock is empty')
+    if options.lock is not None:
+        lock = read_lock(options.lock)
+        if server.name not in lock.launches:
+            raise UsageError('no tool of server %s is in the lockfile %s' % (
+                json.dumps(server.name), lock.path))
+        return _lock_job(lock.path, options)
+    return _lock_job(config.lock.path, options) if config.lock else None
+
+
 def cmd_servers_approve(world, options):
     """Trust a server's launch as configured, and lift a quarantine.
 
     A launch other than the known ones is shown beside the old one first,
     and the approvals of the launch last used under this name by this file
-    are carried over to it (contract 10).
+    are carried over to it (contract 10). A lockfile that is named, or that
+    holds the approvals, gets the launch too; its pins stay, so the next
+    sync compares with them.
     """
     config, server = _one_server(world, options)
     digest = launch_digest(server)
+    job = _launch_job(config, server, options)
     if options.expect is not None and options.expect.lower() != digest:
         raise UsageError('the launch of %s is not the one reviewed: its '
                          'digest is now %s' % (server.name, digest))
     with Store(world.home, world) as store:
         with store.read() as con:
-            launches = load_launches(con, server.name)
+            launches = () if config.lock else load_launches(con, server.name)
             link = load_link(con, server.name, seen_key(server))[2]
-        fact = launch_fact(server, launches, link.launch if link else None)
+        departs = lock_fact(server, digest, job.old) if job else ''
+        fact = departs or launch_fact(server, launches,
+                                      link.launch if link else None)
         if fact and not (options.yes or options.expect) and not world.ask(
                 '%s\nThe new launch has the digest %s.\nApprove it?' % (
                     safe_text(fact), digest)):
             raise UsageError('not approved: %s' % server.name)
-        with store.write() as con:
-            carried = _approve_launch(con, world, server, config)
+        carried = sum(1 for name in job.old.tools if parse_id(name).server
+                      == server.name) if departs else 0
+
+        def write(con):
             switch = (Switch(False, True, world.now())
                       if server.quarantined else None)
             save_switch(con, server.name, server.file, 'quarantined', switch)
             _record_server(con, world, server, 'approved')
+            done = 0 if config.lock else _approve_launch(con, world, server,
+                                                         config)
+            return {'action': 'approved', 'server': server.name,
+                    'carried': carried or done}
+        if departs:
+            _replace_lock(world, store, job, job.old._replace(
+                launches=dict(job.old.launches, **{
+                    server.name: (digest, launch_text(server))})), write)
+        else:
+            with store.write() as con:
+                carried = write(con)['carried']
     world.tell('next: ' + command_line(world.how, 'sync', server.name))
     return {'server': server.name, 'result': 'approved',
             'carried': carried}
@@ -7534,6 +11003,158 @@ def cmd_token_revoke(world, options):
     return {'name': options.ids[0], 'result': 'revoked'}
 
 
+def _contract_name(words):
+    """Read the one word that names a contract; raises UsageError."""
+    if len(words) != 1 or not re.match(CONTRACT_NAME, words[0]):
+        raise UsageError('give one name for the contract: 1 to 64 of A-Z a-z '
+                         '0-9 . _ -')
+    return words[0]
+
+
+def _find_contract(con, name):
+    """Load one Contract by its name; raises UsageError with the nearest."""
+    rows = {row[0]: row for row in load_contracts(con)}
+    if name in rows:
+        return read_contract(*rows[name])
+    near = rank_nearest(name, rows)
+    raise UsageError('no contract is named %s%s' % (
+        json.dumps(name), '; did you mean %s?' % ', '.join(near)
+        if near else ''), 'See `contract list`.')
+
+
+def _new_contract(world, options):
+    """Read what `contract add` is told: a Contract, nothing of it judged."""
+    name, ids, lock = _contract_name(options.ids[:1]), options.ids[1:], None
+    if (options.lock is None) == (not ids) or options.lock == '':
+        raise UsageError('give the tool ids that it needs, or --lock FILE')
+    if options.lock is not None:
+        if options.pin:
+            raise UsageError('--pin goes with tool ids: a lockfile has its '
+                             'own')
+        lock = read_lock(options.lock)
+        lock = lock._replace(tools={name: tool._replace(text='') for
+                                    name, tool in lock.tools.items()})
+    refs = lock_refs(lock) if lock else unique_refs(
+        pin_pairs(ids, options.pin))
+    for ref in refs:
+        if not ref.server:
+            raise UsageError('%s: %s' % (json.dumps(ref.id), id_hint(ref)))
+        if ref.pin and parse_pin(ref.pin) is None:
+            raise UsageError('the pin of %s is not sha256/v<N>:<64 hex '
+                             'digits>' % json.dumps(ref.id))
+    return Contract(
+        name, world.now(), sorted([ref.id, ref.pin] for ref in refs),
+        render_lock(lock) if lock else '',
+        os.path.abspath(options.lock) if lock else '',
+        sorted(set(map(os.path.realpath, config_paths(world)))), {}, {})
+
+
+def _inherit(new, old, faults):
+    """Give a contract added anew what is known of it: no news of its own.
+
+    The command tells what is wrong now; what a --notify has yet to deliver
+    of a need that stays is kept.
+    """
+    ids = {need[0] for need in new.needs}
+    kept = {need[0] for need in old.needs} & ids if old else set()
+    held = contract_moves({name: fault for name, fault in (
+        old.held if old else {}).items() if name in ids}, faults)[1]
+    told = {name: fault for name, fault in held.items() if name not in kept}
+    told.update((name, fault) for name, fault in (
+        old.told if old else {}).items() if name in kept)
+    return new._replace(held=held, told=told)
+
+
+def _tell_not_ready(world, name, answers):
+    """Note which needs of a contract are not there now; none is refused."""
+    rows = [answer for answer in answers if answer.reason]
+    for answer in rows[:MAX_SUGGESTED]:
+        near = ', '.join(answer.did_you_mean or ())
+        world.tell('note: %s is not ready now: %s: %s%s' % (
+            answer.id, answer.reason, answer.detail,
+            ' Did you mean %s?' % near if near else ''))
+    if len(rows) > MAX_SUGGESTED:
+        world.tell('note: %d more are not ready; see: %s' % (
+            len(rows) - MAX_SUGGESTED,
+            command_line(world.how, 'contract check', name)))
+
+
+def cmd_contract_add(world, options):
+    """Register what an automation needs: a dict with the result.
+
+    The same again is unchanged; anything else under the name replaces what
+    was there. What is not ready is told, and registered all the same.
+    """
+    new, config = _new_contract(world, options), load_config(world, True)
+    row = {'contract': new.name, 'result': 'added', 'tools': len(new.needs)}
+    with Store(world.home, world) as store, store.write() as con:
+        old = next((read_contract(*held) for held in load_contracts(con)
+                    if held[0] == new.name), None)
+        snap, question = open_snapshot(con, config), contract_question(
+            world, config, new, new.needs)
+        answers = judge_all(snap, question, '').answers
+        if old:
+            row['result'] = 'replaced'
+            before, after = dict(old.needs), dict(new.needs)
+            row.update(new=sorted(set(after) - set(before)),
+                       gone=sorted(set(before) - set(after)),
+                       other_pin=[name for name in sorted(after) if before.get(
+                           name, after[name]) != after[name]])
+        if old and (old.needs, old.lock, old.files) == (
+                new.needs, new.lock, new.files):
+            row = dict(list(row.items())[:3], result='unchanged')
+        else:
+            new = _inherit(new, old, contract_faults(snap, question))
+            save_contract(con, new.name, new.at, contract_text(new))
+            append_record(con, Record(
+                'contract', 'cli', new.at, '', 'operator', 'success', {
+                    'action': row['result'], 'contract': new.name,
+                    'tools': [need[0] for need in new.needs]}))
+    _tell_not_ready(world, new.name, answers)
+    return row
+
+
+def cmd_contract_list(world, options):
+    """List the contracts, and what syncs have found to be wrong."""
+    with Store(world.home, world) as store, store.read() as con:
+        found = [read_contract(*row) for row in load_contracts(con)]
+    return [{'contract': contract.name, 'tools': len(contract.needs),
+             'lock': contract.path or None,
+             'broken': {name: fault['event'] for name, fault in sorted(
+                 contract.held.items())},
+             'registered_at': format_time(contract.at),
+             'configs': contract.files,
+             'needs': [dict({'id': name}, **({'pin': pin} if pin else {}))
+                       for name, pin in contract.needs]}
+            for contract in found]
+
+
+def cmd_contract_remove(world, options):
+    """Forget a contract."""
+    name = _contract_name(options.ids)
+    with Store(world.home, world) as store, store.write() as con:
+        _find_contract(con, name)
+        delete_contract(con, name)
+        append_record(con, Record(
+            'contract', 'cli', world.now(), '', 'operator', 'success',
+            {'action': 'removed', 'contract': name}))
+    return {'contract': name, 'result': 'removed'}
+
+
+def cmd_contract_check(world, options):
+    """Check what a contract needs, as `tools preflight` would: a Report."""
+    name, config = _contract_name(options.ids), load_config(world)
+    with Store(world.home, world) as store, store.read() as con:
+        contract = _find_contract(con, name)
+    lock = contract_question(world, config, contract, contract.needs).lock
+    options.lock, options.require_pins = None, False
+    options.ids = [need[0] for need in contract.needs]
+    options.pin = ['%s=%s' % (need[0], need[1]) for need in contract.needs
+                   if need[1]]
+    return _run_check(world, config, _question(world, config, options, lock),
+                      options, name)
+
+
 def _filters_of(world, options):
     def instant(text):
         if text is not None and re.match('[0-9.]+[a-z]', text):
@@ -7603,13 +11224,686 @@ def cmd_activity_prune(world, options):
     if options.older_than is not None:
         keep = parse_duration(options.older_than)
     else:
-        keep = load_config(world).settings['activity_retention']
+        keep = load_config(world, True).settings['activity_retention']
         if not keep:
             raise UsageError('activity_retention is 0, which keeps records '
                              'for ever; give --older-than')
     with Store(world.home, world) as store:
         return {'removed': prune_records(store, world.now() - keep,
                                          'operator')}
+
+
+INSTANTS = ('at', 'since', 'observed_at', 'listed_at', 'expires_at',
+            'first_seen', 'last_seen')
+
+
+def _times(row):
+    """Write the instants of a row as a snapshot has them."""
+    return {key: format_time(value) if key in INSTANTS and value is not None
+            else value for key, value in row.items()}
+
+
+def _instants(row):
+    """Read back what _times wrote."""
+    return {key: parse_time(value) if key in INSTANTS and value is not None
+            else value for key, value in row.items()}
+
+
+def _carried_tools(tools):
+    """Write Tools for a snapshot.
+
+    One whose definition could not be hashed anew has a flaw for its hash.
+    """
+    return [_times({
+        'name': tool.name, 'listed': tool.listed,
+        'hash': None if tool.flaw else tool.hash, 'hints': tool.hints,
+        'flaw': tool.flaw, 'first_seen': tool.first_seen,
+        'last_seen': tool.last_seen}) for _, tool in sorted(tools.items())]
+
+
+SEEN_FIELDS = ('state', 'cause', 'detail', 'since', 'observed_at',
+               'listed_at', 'protocol', 'era', 'ttl', 'refused',
+               'expires_at')
+
+
+def _carried_server(con, config, server):
+    """Write one server for a snapshot, None when it was not looked at."""
+    name = server.name
+    known, row_id = load_known(con, config, name)
+    link = known.connection
+    if link is None or not link.state:
+        return None
+    launch = next((row for row in load_launches(con, name)
+                   if row.digest == known.launch), None)
+    seen = {key: getattr(link, key) for key in SEEN_FIELDS}
+    seen.update(cause=link.cause or '', ttl=link.ttl or 0,
+                detail=(link.detail or '').split(LAST_WORDS)[0])
+    switches = load_switches(con, name, server.file)
+    return {
+        'launch': {'digest': known.launch, 'text': launch_text(server),
+                   'known': launch is not None,
+                   'baselined': bool(launch and launch.baselined)},
+        'seen': _times(seen),
+        'tools': _carried_tools(load_tools(con, row_id, name,
+                                           known.launch)),
+        'approved': [_times({'name': tool, 'hash': row.hash,
+                             'hints': row.hints, 'at': row.at})
+                     for tool, row in sorted(load_approved(
+                         con, name, known.launch).items())
+                     if row.version == HASH_VERSION],
+        'blocks': {tool: format_time(at) for tool, at in sorted(
+            load_blocks(con, name).items())},
+        'switches': {key: _times(switch._asdict())
+                     for key, switch in sorted(switches.items())
+                     if switch.over == getattr(server, key)}}
+
+
+def _snapshot(world, config, servers, is_named):
+    """Make a snapshot of what is known of some servers, at one instant.
+
+    One that was never looked at is left out, unless it was asked for.
+    """
+    table = {'snapshot_version': SNAPSHOT_VERSION,
+             'hash_version': HASH_VERSION,
+             'exported_at': format_time(world.now()), 'servers': {},
+             'definitions': {}}
+    with Store(world.home, world) as store, store.read() as con:
+        for server in servers:
+            row = _carried_server(con, config, server)
+            if row is None:
+                why = 'server %s was never looked at under its launch' % (
+                    json.dumps(server.name))
+                if is_named:
+                    raise UsageError(why, 'Run: ' + command_line(
+                        world.how, 'sync', server.name))
+                world.tell('left out: ' + why)
+                continue
+            table['servers'][server.name] = row
+            for digest in {item['hash'] for item in row['tools']
+                           + row['approved']} - {None}:
+                text = load_definition(con, digest)
+                if not text:
+                    raise StoreError('the state database %s is damaged: a '
+                                     'definition of server %s is not in it'
+                                     % (store.path, json.dumps(server.name)))
+                table['definitions'][digest] = json.loads(text)
+    if not table['servers']:
+        raise UsageError('there is nothing to export',
+                         'Run: ' + command_line(world.how, 'sync'))
+    table['sha256'] = snapshot_digest(table)
+    return table
+
+
+def cmd_state_export(world, options):
+    """Write what is known of servers for another host: the snapshot.
+
+    With --file it is written there, and what was written is told.
+    """
+    form = options.output or world.env.get('PREFLIGHT_OUTPUT')
+    if form == 'yaml' and options.file is None:
+        raise UsageError('a snapshot is JSON; leave the format yaml out, or '
+                         'give --file')
+    names = None
+    if options.servers is not None:
+        names = [name.strip() for name in options.servers.split(',')
+                 if name.strip()]
+    if names == [] or options.file == '':
+        raise UsageError('--servers and --file must not be empty')
+    config = load_config(world)
+    table = _snapshot(world, config, _selected(config, names), bool(names))
+    if options.file is None:
+        return table
+    write_private(options.file, render_json(table).encode('ascii'))
+    return {'file': options.file, 'servers': sorted(table['servers']),
+            'tools': sum(tool['listed'] for row in table['servers'].values()
+                         for tool in row['tools']),
+            'exported_at': table['exported_at'], 'sha256': table['sha256']}
+
+
+SWITCH_WORDS = {('enabled', True): 'enabled', ('enabled', False): 'disabled',
+                ('quarantined', True): 'quarantined',
+                ('quarantined', False): 'approved'}
+
+
+class Import:
+    """Takes servers over from a snapshot, inside one transaction."""
+
+    def __init__(self, con, world, config, table, is_approving):
+        self.con, self.world, self.config = con, world, config
+        self.table, self.is_approving = table, is_approving
+        self.now = world.now()
+        self.is_changing, self.lines = False, []    # lines to tell
+
+    def take(self, name):
+        """Take one server over: a row that says what happened."""
+        server, why = look_up(self.config, name)
+        row = dict.fromkeys(('server', 'result', 'tools', 'approved',
+                             'blocked', 'observed_at', 'stale_at', 'detail'))
+        row.update(server=name, result='skipped', tools=0, approved=[],
+                   blocked=[])
+        if server is None:
+            return dict(row, detail=why or 'no such server is configured '
+                        'here')
+        given = self.table['servers'][name]
+        row['blocked'] = self._block(server, given)
+        is_same = launch_digest(server) == given['launch']['digest']
+        notes = self._switch(server, given, is_same)
+        if not is_same:
+            notes.insert(0, 'another launch: there %s, here %s' % (
+                given['launch']['text'], launch_text(server)))
+        else:
+            row['result'], why = self._see(server, given)
+            notes.append(why)
+            if self.is_approving:
+                row['approved'], why = self._approve(server, given)
+                notes.append(why)
+            self._tell_state(server, row, notes)
+        self.lines += watch_contracts(self.con, self.world, self.config,
+                                      name)
+        return dict(row, detail='; '.join(filter(None, notes)) or None)
+
+    def _tell_state(self, server, row, notes):
+        """Add what is now known of the server, and until when."""
+        found = _server_row(self.con, self.config, server, self.now)
+        link = load_link(self.con, server.name, seen_key(server))[2]
+        if link is None:
+            return
+        limit = max_age_of(server, self.config.settings, link.ttl)
+        row.update(tools=found['tools'], observed_at=found['observed_at'])
+        if limit and link.state == 'ready':
+            row['stale_at'] = format_time(link.observed_at + limit)
+        words = ['%d %s' % (found[key], key) for key in (PENDING, CHANGED)
+                 if found[key]]
+        if words:
+            notes.append('awaiting approval: ' + ', '.join(words))
+
+    def _record(self, kind, action, **more):
+        """Leave the record of one thing that was taken over."""
+        self.is_changing = True
+        append_record(self.con, Record(
+            kind, 'cli', self.now, '', 'operator', 'success', dict(
+                more, action=action, snapshot=self.table['sha256'])))
+
+    def _record_tools(self, action, name, tools):
+        """Leave the record of what happened to tools: their ids."""
+        ids = ['%s:%s' % (name, tool) for tool in tools]
+        if ids:
+            self._record('approval', action, tools=ids)
+        return ids
+
+    def _block(self, server, given):
+        """Take over blocks: ids of those that were not blocked here."""
+        before = load_blocks(self.con, server.name)
+        fresh = [tool for tool in given['blocks'] if tool not in before]
+        for tool in fresh:
+            save_block(self.con, server.name, tool,
+                       parse_time(given['blocks'][tool]))
+        return self._record_tools('block', server.name, fresh)
+
+    def _switch(self, server, given, is_same):
+        """Take over switches, in words; only approvals may loosen."""
+        mine = load_switches(self.con, server.name, server.file)
+        done = []
+        for key, raw in given['switches'].items():
+            switch = Switch(**_instants(raw))
+            is_tight = switch.value is (key == 'quarantined')
+            is_older = key in mine and mine[key].at >= switch.at
+            if is_older or switch.over != getattr(server, key) or not (
+                    is_tight or self.is_approving and is_same):
+                continue
+            save_switch(self.con, server.name, server.file, key, switch)
+            word = SWITCH_WORDS[key, switch.value]
+            self._record('server', word, server=server.name)
+            done.append(word + ' as there')
+        return done
+
+    def _see(self, server, given):
+        """Take over what was seen: (result, why not or '')."""
+        seen, key = _instants(given['seen']), seen_key(server)
+        if seen['observed_at'] > self.now + FUTURE_MS:
+            return 'skipped', 'seen in the future (%s): a clock is wrong' % (
+                given['seen']['observed_at'])
+        link = load_link(self.con, server.name, key)[2]
+        if link and (link.observed_at or 0) >= seen['observed_at']:
+            return 'kept', 'what was seen here is as new or newer (%s)' % (
+                ': '.join(filter(None, (link.state, link.cause))))
+        fresh = Connection(*[None] * len(Connection._fields))._replace(
+            launch=given['launch']['digest'], stderr='', **seen)
+        save_carried(self.con, server.name, key, fresh, [
+            dict(_instants(tool), hash=tool['hash'] or '')
+            for tool in given['tools']])
+        self._record('server', 'imported', server=server.name)
+        return 'imported', ''
+
+    def _approve(self, server, given):
+        """Take over approvals: (ids, why there are none or '')."""
+        con, name, launch = self.con, server.name, given['launch']
+        digest, launches = launch['digest'], load_launches(con, name)
+        if load_known(con, self.config, name)[0].lock:
+            return [], 'no approvals: here they stand in the lockfile'
+        if launches and all(known.digest != digest for known in launches):
+            return [], ('no approvals, for another launch is known here: '
+                        'servers approve, then import again')
+        if launch['known'] and not launches:
+            save_launch(con, name, Launch(
+                digest, launch_text(server), 'imported', self.now,
+                launch['baselined'] or bool(given['approved'])))
+            self._record('server', 'launch approved', server=name)
+        mine, taken = load_approved(con, name, digest), []
+        for row in map(_instants, given['approved']):
+            tool = row['name']
+            if tool not in mine or mine[tool].at < row['at']:
+                taken.append(tool)
+                save_approvals(con, name, digest, [Definition(
+                    tool, row['hash'], '', row['hints'], '')],
+                    ('imported', row['at']))
+        return self._record_tools('import', name, taken), ''
+
+
+def _tell_stale(world, rows):
+    """Tell what will be stale, when, and how any age is allowed."""
+    found = [row for row in rows if row['stale_at']]
+    for row in found:
+        is_over = parse_time(row['stale_at']) < world.now()
+        world.tell('%s: seen %s, stale %s %s' % (
+            row['server'], row['observed_at'], 'since' if is_over
+            else 'from', row['stale_at']))
+    if found:
+        world.tell('To accept them at any age, name one more config file, '
+                   'with --config: ' + json.dumps({'mcpServers': {
+                       row['server']: {'max_age': '0'} for row in found}}))
+
+
+def cmd_state_import(world, options):
+    """Take a snapshot over, in one transaction: what happened to whom.
+
+    A server's look is taken over only under the launch it was made under,
+    and never in the place of a newer one; raises UsageError, and changes
+    nothing, for a snapshot that is damaged or has nothing for this host.
+    """
+    if len(options.ids) != 1:
+        raise UsageError('give exactly one snapshot file')
+    path, config = options.ids[0], load_config(world)
+    try:
+        with open(path, 'rb') as file:
+            data = file.read()
+    except OSError as exc:
+        raise UsageError('cannot read the snapshot %s: %s' % (
+            path, os_reason(exc))) from exc
+    table = read_snapshot(path, data)
+    with Store(world.home, world) as store, store.write() as con:
+        carry = Import(con, world, config, table, options.approvals)
+        save_definitions(con, {digest: canonical(text) for digest, text
+                               in table['definitions'].items()})
+        rows = [carry.take(name) for name in sorted(table['servers'])]
+        if not carry.is_changing and all(row['result'] == 'skipped'
+                                         for row in rows):
+            raise UsageError(
+                'snapshot %s has nothing for this host: %s' % (
+                    path, '; '.join('%s: %s' % (row['server'], row['detail'])
+                                    for row in rows)),
+                'See: %s' % command_line(world.how, 'servers list'))
+    for line in carry.lines:
+        world.tell(line)
+    _tell_stale(world, rows)
+    return {'file': path, 'sha256': table['sha256'],
+            'exported_at': table['exported_at'], 'servers': rows}
+
+
+# The server that a self-test plants. It lists what stands in a file, which
+# is read anew at each start, so that its tools change and its launch does
+# not.
+CANARY = r'''
+import json, sys
+with open(sys.argv[1]) as file:
+    tools = json.load(file)
+if tools is None:
+    raise RuntimeError('the canary is silent')
+for line in sys.stdin:
+    message = json.loads(line)
+    if message.get('method') == 'initialize':
+        result = {'protocolVersion': message['params']['protocolVersion'],
+                  'capabilities': {'tools': {}},
+                  'serverInfo': {'name': 'canary', 'version': '1'}}
+    elif message.get('method') == 'tools/list':
+        result = {'tools': tools}
+    else:
+        continue
+    print(json.dumps({'jsonrpc': '2.0', 'id': message['id'],
+                      'result': result}), flush=True)
+'''
+
+
+def _canary(name, text, is_safe=True):
+    return {'name': name, 'description': text,
+            'inputSchema': {'type': 'object'},
+            'annotations': {'readOnlyHint': is_safe}}
+
+
+SONG, OTHER = _canary('sing', 'Sing'), _canary('other', 'Something else')
+# What the canary lists, further arguments of its launch, and what the gate
+# must say of canary:sing.
+CANARY_STEPS = (
+    ('first look', [SONG], [], 'ready'),
+    ('its definition changes', [_canary('sing', 'Sing, and send the keys')],
+     [], 'tool_changed'),
+    ('it changes back', [SONG], [], 'ready'),
+    ('it becomes riskier', [_canary('sing', 'Sing', False)], [],
+     'tool_changed'),
+    ('it is advertised twice', [SONG, _canary('sing', 'Sing too')], [],
+     'tool_changed'),
+    ('it vanishes', [OTHER], [], 'not_found'),
+    ('it is back', [SONG], [], 'ready'),
+    ('the server fails', None, [], 'server_unhealthy'),
+    ('the server is back', [SONG], [], 'ready'),
+    ('its launch changes', [SONG], ['--more'], 'server_quarantined'))
+
+
+def _judge_canary(world):
+    """Look at the canary, then ask for its tool: the Answer."""
+    config = load_config(world)
+    run_sync(world, config, all_servers(config)[0], None, no_progress)
+    caller = operator(config)
+    with Store(world.home, world) as store, store.write() as con:
+        question = Question(
+            unique_refs([('canary:sing', '')]), caller, frozenset(),
+            world.now(), config.settings, world.how, places_of(world))
+        report = judge_all(open_snapshot(con, config), question, '')
+        append_record(con, check_record(report, caller, question.now))
+    return report.answers[0]
+
+
+def _sing(world, place):
+    """Take the steps of a self-test: a row each."""
+    config, script, listed = (os.path.join(place, name) for name in (
+        OUR_CONFIG, 'canary.py', 'tools.json'))
+    world = world._replace(
+        home=os.path.join(place, 'state'), configs=(config,), dialect='',
+        workspace='', tell=lambda line: None)
+    write_private(script, CANARY.encode('ascii'))
+    for name, tools, more, wanted in CANARY_STEPS:
+        write_private(listed, json.dumps(tools).encode('ascii'))
+        write_private(config, json.dumps({'mcpServers': {'canary': {
+            'command': sys.executable, 'args': ['-I', script, listed]
+            + more}}}).encode('ascii'))
+        answer = _judge_canary(world)
+        seen = answer.reason or answer.status
+        yield name, seen == wanted, seen + (
+            '' if seen == wanted else ', which should be ' + wanted) + (
+            ': ' + answer.detail if answer.detail else ''), (
+            '' if seen == wanted else 'The gate did not do its work here: '
+            'do not rely on it, and report this.')
+    with Store(world.home, world) as store, store.read() as con:
+        found = verify_chain(con)
+    yield 'its records', found['ok'], '%s, %s' % (
+        plural(found['records'], 'record'), '; '.join(found['problems'])
+        or 'the chain is intact'), '' if found['ok'] else 'Report this.'
+
+
+def _self_test(world):
+    """Plant a server, change it, and see what the gate says: rows.
+
+    In a state of its own, which is gone afterwards.
+    """
+    import shutil
+    import tempfile
+    place = ''
+    try:
+        place = tempfile.mkdtemp(prefix='preflight-')
+        return list(_sing(world, place))
+    except (PreflightError, OSError) as exc:
+        return [('self-test', False, str(exc), getattr(exc, 'hint', '')
+                 or 'The gate was not seen to close: do not rely on it.')]
+    finally:
+        if place:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+MIN_FREE_BYTES = 32 << 20
+MAX_NAMED = 20                  # servers that a doctor names one by one
+
+
+def _doctor_python(world):
+    import platform
+    yield True, 'Python %s (%s)' % (platform.python_version(),
+                                    sys.executable), ''
+
+
+def _doctor_program(world):
+    """Look at this file: who can write it decides what every job runs."""
+    import stat
+    path = os.path.realpath(__file__)
+    mode = os.stat(path).st_mode
+    is_open = os.name != 'nt' and bool(mode & stat.S_IWOTH)
+    yield not is_open, '%s, version %s%s' % (
+        path, VERSION, '; everybody may change it' if is_open else ''), (
+        'Run: chmod o-w %s' % shell_word(path) if is_open else '')
+
+
+def _doctor_sqlite(world):
+    version, note = sqlite_version(), ''
+    if (3, 7, 0) <= version <= (3, 51, 2):
+        note = ' (its fault with checkpoints is met by our lock)'
+    yield version >= (3, 8, 3), 'SQLite %s%s' % (
+        '.'.join(map(str, version)), note), (
+        '' if version >= (3, 8, 3) else 'Use a Python with SQLite 3.8.3 or '
+        'newer.')
+
+
+def _modes(home, files, shown):
+    mode = os.stat(home).st_mode & 0o777
+    if mode & 0o077:
+        yield False, '%s is open to others (mode %04o)' % (home, mode), (
+            'Run: chmod 700 %s' % shown)
+    wide = [path for path in files if os.lstat(path).st_mode & 0o077]
+    if wide:
+        yield False, 'open to others: ' + ', '.join(wide), (
+            'Run: chmod 600 ' + ' '.join(map(shell_word, wide)))
+    mine = os.geteuid()
+    other = [path for path in [home] + files
+             if os.lstat(path).st_uid != mine]
+    if other:
+        yield False, 'user %d owns %s, and this is user %d' % (
+            os.lstat(other[0]).st_uid, ', '.join(other), mine), (
+            'Run it as the user of the jobs; or, to make it theirs, as '
+            'root: chown -R USER %s' % shown)
+
+
+def _doctor_home(world):
+    """Look at the state directory and our files in it; makes nothing."""
+    home, shown = world.home, shell_word(world.home)
+    if not os.path.isdir(home):
+        is_free = not os.path.lexists(home)
+        yield is_free, home + (' is not there yet' if is_free else
+                               ' is no directory'), (
+            '' if is_free else 'Pass --home DIR.')
+        return
+    files = [os.path.join(home, name) for name in sorted(os.listdir(home))
+             if re.match(r'preflight\.db|store\.lock\Z|api_key\Z', name)]
+    found = list(_modes(home, files, shown)) if os.name != 'nt' else []
+    if not os.access(home, os.W_OK | os.X_OK):
+        found.append((False, '%s may not be written' % home,
+                      'Run as its owner, or pass --home DIR.'))
+    yield from found or [(True, home, '')]
+
+
+def _doctor_disk(world):
+    """Look at the file system that the state is on, or would be."""
+    import shutil
+    place = world.home
+    while not os.path.isdir(place):
+        place = os.path.dirname(place)
+    kind, free = file_system_of(place), shutil.disk_usage(place).free
+    text = '%d MB free' % (free >> 20)
+    if free < MIN_FREE_BYTES:
+        yield False, 'only %s at %s' % (text, place), (
+            'Make room there, or pass --home DIR: without its record no '
+            'check has a verdict.')
+    is_remote = kind in NETWORK_FILE_SYSTEMS
+    if is_remote and is_wal(os.path.join(world.home, 'preflight.db')):
+        yield False, ('%s is on a network (%s), and the database was made '
+                      'on a local disk' % (place, kind)), (
+            'Use a local disk: --home DIR.')
+    elif free >= MIN_FREE_BYTES:
+        yield True, text + (', on %s: it must keep locks' % kind
+                            if is_remote else ''), ''
+
+
+def _doctor_config(world):
+    """Read the config files, every entry of them."""
+    check = command_line(world.how, 'config check')
+    try:
+        skipped = all_servers(load_config(world))[1]
+    except ConfigError as exc:
+        yield False, str(exc), exc.hint or 'Mend it, then run: ' + check
+        return
+    for text in skipped:
+        yield False, text, 'Mend it, then run: ' + check
+    found = cmd_config_check(world, None)
+    if not found['servers'] and not skipped:
+        yield False, 'no server is configured', (
+            'Add one to ' + ', '.join(map(shell_word, config_paths(world))))
+    elif not skipped:
+        notes = len(found['warnings'])
+        yield True, plural(found['servers'], 'server') + (
+            ', ' + plural(notes, 'warning') if notes else ''), (
+            'See: ' + check if notes else '')
+
+
+def _doctor_database(world):
+    """Open the database, which brings one of an earlier version up."""
+    path = os.path.join(world.home, 'preflight.db')
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        yield False, '%s is not there: nothing was looked at yet' % path, (
+            'Run: ' + command_line(world.how, 'sync'))
+        return
+    with Store(world.home, world) as store, store.read() as con:
+        damage = find_damage(con)
+    yield not damage, 'schema %d%s' % (SCHEMA_VERSION, damage and (
+        '; damaged: ' + damage)), (
+        'Move %s aside; the next sync starts a new one.' % shell_word(
+            store.path) if damage else '')
+
+
+def _doctor_clock(world):
+    """Compare the clock with what the state was told before."""
+    with Store(world.home, world) as store, store.read() as con:
+        latest = max(load_latest(con))
+    now = world.now()
+    if latest > now + FUTURE_MS:
+        yield False, 'it is %s, and something is recorded for %s' % (
+            format_time(now), format_time(latest)), (
+            'Set the clock. If it is right now, what was seen in the '
+            'future is stale until then: ' + command_line(world.how, 'sync'))
+    else:
+        yield True, 'it is %s; nothing is recorded for later' % format_time(
+            now), ''
+
+
+def _doctor_audit(world):
+    with Store(world.home, world) as store, store.read() as con:
+        found = verify_chain(con)
+    yield found['ok'], '%s, %s' % (
+        plural(found['records'], 'record'), 'the chain is intact'
+        if found['ok'] else '; '.join(found['problems'][:3])), (
+        '' if found['ok'] else 'Find out who wrote to %s; see: %s' % (
+            shell_word(world.home),
+            command_line(world.how, 'activity verify')))
+
+
+def _doctor_servers(world):
+    """Look at what is known of each server: never seen, stale, failed."""
+    config, now, rows, states = load_config(world), world.now(), [], []
+    question = Question((), operator(config), (), now, config.settings,
+                        world.how, places_of(world))
+    with Store(world.home, world) as store, store.read() as con:
+        for server in all_servers(config)[0]:
+            known = load_known(con, config, server.name)[0]
+            states.append(_server_row(con, config, server, now))
+            if known.disabled or known.quarantined:
+                continue
+            found = connection_state(Case(None, known, None, question))
+            if found.reason and states[-1]['state'] != 'initializing':
+                rows.append((False, found.fact, found.remedy))
+    if len(rows) > MAX_NAMED:
+        rows[MAX_NAMED:] = [(False, 'so it is with %d more' % (
+            len(rows) - MAX_NAMED), 'See: ' + command_line(
+                world.how, 'servers list'))]
+    held = [row['state'] for row in states]
+    counts = ['%s %s' % (plural(held.count(state), 'server'), state)
+              for state in ('ready', 'initializing', 'disabled',
+                            'quarantined') if state in held]
+    for key in (PENDING, CHANGED):
+        count = sum(row[key] for row in states)
+        counts += ['%s %s' % (plural(count, 'tool'), key)] if count else []
+    yield from rows
+    if not rows:
+        yield True, ', '.join(counts) or 'none', ''
+
+
+def _doctor_interval(world):
+    """Compare how often servers are looked at with how old a look may be."""
+    config = load_config(world)
+    interval = config.settings['sync_interval']
+    short = [server.name for server in all_servers(config)[0]
+             if interval and 0 < max_age_of(server, config.settings,
+                                            0) <= interval]
+    if short:
+        yield False, ('max_age of %s is not longer than sync_interval, %s: '
+                      'between two syncs of serve they are stale' % (
+                          ', '.join(map(json.dumps, short[:MAX_NAMED])),
+                          format_duration(interval))), (
+            'Set max_age to three times sync_interval or more; where '
+            'something else than serve syncs, set sync_interval to how '
+            'often it does.')
+    else:
+        yield True, 'every look is good for longer than sync_interval', ''
+
+
+# The checks of a doctor, each (ok, detail, remedy) rows of a World.
+DOCTOR = (('python', _doctor_python), ('program', _doctor_program),
+          ('sqlite', _doctor_sqlite), ('state', _doctor_home),
+          ('disk', _doctor_disk), ('config', _doctor_config),
+          ('sync interval', _doctor_interval),
+          ('database', _doctor_database), ('clock', _doctor_clock),
+          ('audit', _doctor_audit), ('servers', _doctor_servers))
+
+
+def _examine(world, function):
+    """Run one check; what it raises is what it found."""
+    try:
+        return list(function(world))
+    except ImportError as exc:
+        return [(False, 'this Python lacks %s' % exc.name,
+                 'Use another Python.')]
+    except ConfigError:
+        return []               # the check of the config says it
+    except PreflightError as exc:
+        return [(False, str(exc), exc.hint or 'Mend it, and look again.')]
+    except OSError as exc:
+        return [(False, '%s: %s' % (exc.filename or world.home,
+                                    os_reason(exc)), 'See who may read it.')]
+
+
+def cmd_doctor(world, options):
+    """Check the installation: {'ok', 'checks': [...]}, a remedy for each.
+
+    It makes nothing and contacts no server. With --self-test, instead, a
+    server of its own is changed in a state of its own.
+    """
+    rows = []
+    if options.self_test:
+        rows = _self_test(world)
+    else:
+        for name, function in DOCTOR:
+            rows += [(name,) + row for row in _examine(world, function)]
+            if name == 'database' and not rows[-1][1]:
+                break           # the others look into it
+    keys = ('check', 'ok', 'detail', 'remedy')
+    checks = [dict(zip(keys, row), remedy=row[3] or None) for row in rows]
+    return {'ok': all(row['ok'] for row in checks), 'checks': checks}
 
 
 ENV_HINT = 'Run it without --url, and as: env -u PREFLIGHT_URL ...'
@@ -7730,11 +12024,11 @@ def remote_report(data, refs, request_id):
 
 def remote_preflight(world, options):
     """Run the check at a service: a Report."""
+    for name in ('sync', 'horizon', 'lock'):
+        if getattr(options, name) not in (None, False):
+            raise UsageError('--%s is local only' % name, ENV_HINT)
     wait_ms, (refs, filters) = parse_wait(options.wait), check_options(
         options)
-    for name in ('sync', 'horizon'):
-        if getattr(options, name):
-            raise UsageError('--%s is local only' % name, ENV_HINT)
     check_request_id(options.request_id)
     body = {'tools': [dict({'id': ref.id}, **(
         {'pin_hash': ref.pin} if ref.pin else {})) for ref in refs]}
@@ -8337,12 +12631,14 @@ class Configs:
     def __init__(self, world, sync_ms):
         self.world, self.sync_ms = world, sync_ms
         self.config, self.stamp, self.fault = None, None, None
-        self.retry_at = None
+        self.retry_at, self.lock_path = None, None
         self.hosts = frozenset()        # of the key allow_hosts
 
     def _stamp(self):
         stamps = []
-        for path in config_paths(self.world):
+        named = self.config.files if self.config else ()
+        for path in dict.fromkeys(config_paths(self.world) + named + (
+                (self.lock_path,) if self.lock_path else ())):
             try:
                 info = os.stat(path)
                 stamps.append((info.st_mtime_ns, info.st_ctime_ns,
@@ -8350,6 +12646,11 @@ class Configs:
             except OSError as exc:
                 stamps.append(exc.errno)
         return stamps
+
+    def _watch(self, path):
+        """Watch the lockfile that the config names, too, or none."""
+        if path != self.lock_path:
+            self.lock_path, self.stamp = path, None
 
     def is_settled(self):
         """Read what has changed; False while a second try is due."""
@@ -8364,12 +12665,14 @@ class Configs:
         except ConfigError as exc:
             is_second = self.retry_at is not None
             self.fault = exc
+            self._watch(getattr(exc, 'path', self.lock_path))
             self.retry_at = None if is_second else now + CONFIG_RETRY_S
             return is_second
         if self.sync_ms:        # what --sync-interval says, max_age follows
             config = config._replace(settings=dict(
                 config.settings, sync_interval=self.sync_ms))
         self.config, self.fault, self.retry_at = config, None, None
+        self._watch(config.lock and config.lock.path)
         age = self.world.now() - max([0] + [
             row[0] // 10 ** 6 for row in stamp if isinstance(row, tuple)])
         if 0 <= age < CLOCK_TICK_MS:
@@ -8802,6 +13105,8 @@ class Syncer:
             if getattr(world, name):
                 words += ['--' + name.replace('_', '-'),
                           getattr(world, name)]
+        if self.service.settings.notify:
+            words += ['--notify=' + self.service.settings.notify]
         try:
             self.child = subprocess.Popen(
                 [sys.executable, '-I', os.path.abspath(__file__), 'sync']
@@ -8899,6 +13204,11 @@ def get_tools(world, config, request, who):
     rows = cut_rows(cmd_tools_list(world, make_options(ids=names)), who,
                     caller, AGENT_TOOL_KEYS)
     return respond({'success': True, 'data': {'tools': rows}})
+
+
+def get_health(world, config, request, who):
+    """GET /api/v1/health: what is recorded, and no look or probe."""
+    return respond({'success': True, 'data': recorded_health(world, config)})
 
 
 def get_activities(world, config, request, who):
@@ -9020,6 +13330,11 @@ OPENAPI = r"""{"openapi": "3.0.3",
   "parameters": [{"name": "name", "in": "path", "required": true,
     "schema": {"type": "string"}}]}},
 "/api/v1/tools": {"get": {"summary": "All tools."}},
+"/api/v1/health": {"get": {
+  "summary": "What is recorded of each server's health. No look, no probe.",
+  "responses": {"200": {"description": "Whatever the states are.",
+    "content": {"application/json": {"schema": {
+      "$ref": "#/components/schemas/health"}}}}}}},
 "/api/v1/activity": {"get": {"summary": "Audit records, newest first.",
   "parameters": [
     {"name": "type", "in": "query", "schema": {"type": "string"}},
@@ -9093,6 +13408,35 @@ OPENAPI = r"""{"openapi": "3.0.3",
       "waited_ms": {"type": "integer", "minimum": 0},
       "tools": {"type": "array", "minItems": 1, "items": {
         "$ref": "#/components/schemas/result"}}}}}},
+  "health": {"type": "object", "additionalProperties": false,
+    "required": ["success", "data"], "properties": {
+    "success": {"type": "boolean", "enum": [true]},
+    "data": {"type": "object", "additionalProperties": false,
+      "required": ["overall", "checked_at", "servers"], "properties": {
+      "overall": {"type": "string", "enum": ["OFFLINE", "DEGRADED",
+        "HEALTHY"]},
+      "checked_at": {"type": "string", "format": "date-time"},
+      "servers": {"type": "array", "items": {
+        "$ref": "#/components/schemas/checkup"}}}}}},
+  "checkup": {"type": "object", "additionalProperties": false,
+    "required": ["server", "state", "reason", "evidence", "tools_visible",
+      "tools_expected", "credential_source", "probe", "what_to_do"],
+    "properties": {
+    "server": {"type": "string"},
+    "state": {"type": "string", "enum": ["OFFLINE", "DEGRADED",
+      "PRESENT (untested)", "HEALTHY"]},
+    "reason": {"type": "string"}, "evidence": {"type": "string"},
+    "tools_visible": {"type": "integer", "minimum": 0},
+    "tools_expected": {"type": "array", "items": {"type": "string"}},
+    "credential_source": {"type": "string", "enum": ["shell env", "config",
+      "userConfig", "none", "unknown"]},
+    "probe": {"type": "object", "additionalProperties": false,
+      "required": ["status", "ms", "skipped"], "properties": {
+      "status": {"type": "integer", "nullable": true},
+      "ms": {"type": "integer", "minimum": 0, "nullable": true},
+      "skipped": {"type": "string", "nullable": true}}},
+    "what_to_do": {"type": "array", "minItems": 1,
+      "items": {"type": "string"}}}},
   "result": {"type": "object", "additionalProperties": false,
     "required": ["id", "status"], "properties": {
     "id": {"type": "string"},
@@ -9136,6 +13480,7 @@ ROUTES = {
     '/api/v1/servers': {'GET': (ANYBODY, reader(get_servers))},
     '/api/v1/servers/{}/tools': {'GET': (ANYBODY, reader(get_tools))},
     '/api/v1/tools': {'GET': (ANYBODY, reader(get_tools))},
+    '/api/v1/health': {'GET': (OPERATOR, reader(get_health))},
     '/api/v1/activity': {'GET': (ANYBODY, reader(get_activities))},
     '/api/v1/activity/{}': {'GET': (ANYBODY, reader(get_activity))},
     '/api/v1/sync': {'POST': (OPERATOR, do_sync)},
@@ -9255,10 +13600,10 @@ def peer_uid(sock):
 
 
 ServeSettings = namedtuple('ServeSettings', (
-    'key is_loopback hosts ready log_format sync_ms write_log'))
+    'key is_loopback hosts ready log_format sync_ms write_log notify'))
 ServeSettings.__doc__ = """What serve was started with. key: bytes; hosts:
 names to answer to; ready: Refs folded into /readyz; sync_ms: 0 for no
-background sync."""
+background sync; notify: the command that syncs are given, or None."""
 
 
 class Log:
@@ -9737,6 +14082,7 @@ def cmd_serve(world, options):
         raise UsageError('--log-format takes text or json')
     if options.socket == '':
         raise UsageError('--socket is empty')
+    split_notify(options.notify)
     interval, path = None, os.path.abspath(options.socket or '')
     if options.sync_interval is not None:
         interval = parse_duration(options.sync_interval)
@@ -9758,7 +14104,8 @@ def cmd_serve(world, options):
         key, is_loopback, frozenset(name.lower() for name in
                                     options.allow_host or ()), refs,
         options.log_format, 0 if is_quiet else settings['sync_interval'],
-        options.write_log), asyncio.new_event_loop(), configs)
+        options.write_log, options.notify), asyncio.new_event_loop(),
+        configs)
     service.gate.store.connect()
     places = listen(service, sock, context, options.socket and path)
     if not is_loopback and context is None:
@@ -9845,7 +14192,16 @@ CHECK_OPTIONS = (
     _flag('--read-only-only', 'readOnlyHint must be true'),
     _flag('--exclude-destructive', 'read-only, or destructiveHint false'),
     _flag('--exclude-open-world', 'openWorldHint must be false'),
-    _text('--horizon', 'D', 'a credential must be good for so long'))
+    _text('--horizon', 'D', 'a credential must be good for so long'),
+    _text('--lock', 'FILE', 'check the tools of this lockfile, or those of '
+          'them named: pins, hints and launches must be the locked ones'),
+    _flag('--require-pins', 'each tool must have a pin, from --pin or '
+          '--lock'))
+
+RUN_OPTIONS = (
+    _text('--wait', 'D', 'wait up to 10s while that may help'),
+    _flag('--sync', 'look at the named servers first'),
+    _text('--request-id', 'R', 'id for the audit record'))
 
 
 def _rows(*columns):
@@ -9862,7 +14218,7 @@ def _always_ready(value):
 
 def sync_data(found):
     """Give a sync's rows as contract 6 prints them in JSON."""
-    keys = Row._fields[:-1]
+    keys = Row._fields[:-2]
     return {'servers': [dict(zip(keys, row), cause=row.cause or None,
                              detail=row.detail or None)
                         for row in found[0]]}
@@ -9886,27 +14242,46 @@ def _render_sync(found, is_terminal):
     return text
 
 
+def _render_tools(rows, is_terminal):
+    columns = ('id', 'listed', 'status', 'blocked', 'denied', 'hash',
+               'last_seen')
+    if any(row.get('ignored') for row in rows):
+        columns += ('ignored',)
+    return render_rows(rows, columns)
+
+
 RESULTS = _rows('id', 'result')
 SERVER_RESULT = _plain(render_fields)
 
+HEALTH_HELP = (
+    'It looks at servers as sync does, and then asks the API behind each for '
+    'one answer (`health` of its entry names the URL). A server that does '
+    'not start is OFFLINE, one whose API fails is DEGRADED. Exit 0: all are '
+    'HEALTHY or PRESENT (untested); 10: one is DEGRADED; 11: somebody has '
+    'to look (OFFLINE, or a credential is refused); 12: unknown server; 1: '
+    'could not check. `tools preflight` is another question: may this tool '
+    'be called, by what is recorded? A crashed server is 10 there, since it '
+    'may come back, and 11 here. What an API answers changes nothing that '
+    'the gate reads.')
+
 COMMANDS = {
     ('tools', 'preflight'): Command(
-        cmd_preflight, CHECK_OPTIONS + (
-            _text('--wait', 'D', 'wait up to 10s while that may help'),
-            _flag('--sync', 'look at the named servers first'),
-            _text('--request-id', 'R', 'id for the audit record')),
+        cmd_preflight, CHECK_OPTIONS + RUN_OPTIONS,
         render_report, lambda report: EXIT_CODES[report.verdict], 'ID...',
         'are these tools ready, or exactly why not'),
     ('tools', 'list'): Command(
-        cmd_tools_list, (), _rows('id', 'listed', 'status', 'blocked',
-                                  'denied', 'hash', 'last_seen'),
-        _always_ready, '[SERVER...]', 'what is known of the tools'),
+        cmd_tools_list, (), _render_tools, _always_ready, '[SERVER...]',
+        'what is known of the tools'),
     ('tools', 'show'): Command(
         cmd_tools_show, (), _plain(render_fields), _always_ready, 'ID',
         'one tool: definition, hash to pin, approval'),
     ('tools', 'diff'): Command(
         cmd_tools_diff, (), _plain(render_diff), _always_ready, 'ID',
         'listed beside approved, and the line that approves'),
+    ('tools', 'review'): Command(
+        cmd_tools_review, (), _plain(render_review), _always_ready,
+        '[SERVER...]', 'at a terminal: show all that is new or changed, and '
+        'ask'),
     ('tools', 'approve'): Command(
         cmd_tools_approve, (
             _text('--server', 'S', 'all that awaits approval of a server'),
@@ -9914,6 +14289,40 @@ COMMANDS = {
             _text('--expect', 'TOKEN', 'the review token of `tools diff`'),
             _flag('--yes', 'do not ask')),
         RESULTS, _always_ready, '[ID...]', 'trust listed definitions'),
+    ('tools', 'lock'): Command(
+        cmd_tools_lock, (
+            _flag('--all', 'every listed tool of the configured servers; '
+                  'what is no longer listed is dropped'),
+            _text('--file', 'FILE', 'the lockfile (else `lockfile` of the '
+                  'config, relative to it, else preflight.lock here)'),
+            _flag('--full', 'keep the definitions too, so that drift can be '
+                  'reviewed offline; a file that has them keeps them'),
+            _text('--expect', 'ID=TOKEN', 'approve what `tools diff` showed '
+                  'with this token; may be repeated', action='append'),
+            _flag('--yes', 'approve all of it, unseen'),
+            _text('--remove', 'ID', 'take a tool out; may be repeated',
+                  action='append')),
+        RESULTS, _always_ready, '[ID...]',
+        'write the reviewed tools into a file to commit',
+        'The tools named are added or renewed as they were last listed, and '
+        'every other tool of the file is left as it is; without ids, --all '
+        'or --remove, all that the file has is renewed. A tool that is '
+        'pending or changed is refused unless it is approved in the same '
+        'breath. The file holds a pin and the hints of each tool, and what '
+        'starts each server, secrets masked; `tools preflight --lock FILE` '
+        'checks by it. With "approvals": "lockfile" in the config this is '
+        'the only approval there is, and the file stands beside that config '
+        'unless `lockfile` says otherwise.'),
+    ('tools', 'verify'): Command(
+        cmd_tools_verify, CHECK_OPTIONS + (
+            _text('--request-id', 'R', 'id for the audit record'),),
+        render_lock_check, lambda found: EXIT_CODES[found.report.verdict],
+        '[ID...]', 'the check by a lockfile, and what drifted from it',
+        'The file is --lock FILE, else that of `tools lock`. It looks at no '
+        'server: what is compared is what a sync saw, so it takes no --sync. '
+        'Drift is shown field by field where the locked text is kept, in a '
+        'file written with --full or in the state. What is new on the '
+        'servers does not change the exit code.'),
     ('tools', 'block'): Command(
         cmd_tools_block, (), RESULTS, _always_ready, 'ID...',
         'never ready until unblocked'),
@@ -9942,13 +14351,38 @@ COMMANDS = {
     ('servers', 'approve'): Command(
         cmd_servers_approve, (
             _text('--expect', 'DIGEST', 'the digest of the new launch'),
-            _flag('--yes', 'do not ask')),
+            _flag('--yes', 'do not ask'),
+            _text('--lock', 'FILE', 'write the launch into this lockfile '
+                  'too; its pins stay')),
         SERVER_RESULT, _always_ready, 'NAME',
         'trust a launch, lift a quarantine'),
     ('sync',): Command(
-        cmd_sync, (_text('--timeout', 'D', 'longest look at one server'),),
+        cmd_sync, (
+            _text('--timeout', 'D', 'longest look at one server'),
+            _text('--notify', 'CMD', 'run this command, without a shell, '
+                  'with JSON on its stdin, when a contract broke or came '
+                  'back (an outage is no break); it has 30s')),
         _render_sync, exit_of_sync, '[SERVER...]',
-        'look at servers and record what is seen'),
+        'look at servers and record what is seen',
+        '--notify is split into words as a shell would, but none reads it; '
+        'for one, write --notify "sh -c \'...\'". The JSON is {"events": '
+        '[{"contract", "server", "tool", "id", "event", "reason", '
+        '"detail"}], "at"}; event is %s. The command is given what none was '
+        'given before, whichever sync found it. One that fails is told on '
+        'stderr, moves no exit code, and the next sync tries again. Its '
+        'output is dropped, PREFLIGHT_* variables are not handed down, and '
+        'all that it started ends with it.' % ', '.join(dict.fromkeys(
+            list(REASON_EVENTS.values()) + list(EVENT_WORDS)))),
+    ('health',): Command(
+        cmd_health, (
+            _flag('--cached', 'judge what is recorded, start and contact '
+                  'no server'),
+            _flag('--probe', 'send the probes that cost money or quota, '
+                  'too'),
+            _text('--timeout', 'D', 'longest look at one server')),
+        lambda report, is_terminal: render_health(
+            report, exit_of_health(report)), exit_of_health, '[SERVER...]',
+        'is the server up, is the API behind it up', HEALTH_HELP),
     ('serve',): Command(
         cmd_serve, (
             _text('--listen', 'H:P', 'address (else `listen` of the config, '
@@ -9963,12 +14397,74 @@ COMMANDS = {
             _text('--allow-host', 'H', 'a Host to answer to',
                   action='append'),
             _text('--api-key-file', 'F', 'the operator\'s key'),
+            _text('--notify', 'CMD', 'as that of sync, for the background '
+                  'sync'),
             _text('--log-format', 'F', 'text or json', default='text')),
         None, None, '', 'the same check over REST'),
+    ('contract', 'add'): Command(
+        cmd_contract_add, (
+            _text('--lock', 'FILE', 'the tools, pins, hints and launches of '
+                  'this lockfile, as it is now'),
+            _text('--pin', 'ID=PIN', 'the hash a tool must have; may be '
+                  'repeated', action='append')),
+        SERVER_RESULT, _always_ready, 'NAME [ID...]',
+        'what a job needs: a sync says what breaks it',
+        'The tools need not be ready now. From then on whatever looks at '
+        'their server (sync, serve, --sync, health) tells once on stderr '
+        'that one changed, vanished, awaits approval or needs a login, and '
+        'once that it is back; an outage is none of these. The same again '
+        'is unchanged; anything else replaces what the name had. It is for '
+        'the config files of this run.'),
+    ('contract', 'list'): Command(
+        cmd_contract_list, (), _rows('contract', 'tools', 'lock', 'broken',
+                                     'registered_at'),
+        _always_ready, '', 'the contracts, and what syncs found broken'),
+    ('contract', 'check'): Command(
+        cmd_contract_check, tuple(
+            row for row in CHECK_OPTIONS if row[0] not in (
+                '--pin', '--lock', '--require-pins')) + RUN_OPTIONS,
+        render_report, lambda report: EXIT_CODES[report.verdict], 'NAME',
+        'the same check, of what a contract needs'),
+    ('contract', 'remove'): Command(
+        cmd_contract_remove, (), SERVER_RESULT, _always_ready, 'NAME',
+        'forget a contract'),
+    ('state', 'export'): Command(
+        cmd_state_export, (
+            _text('--servers', 'A,B', 'these servers only'),
+            _text('--file', 'F', 'write it there, whole or not at all, for '
+                  'this user alone')),
+        lambda value, is_terminal: render_json(value)
+        if 'snapshot_version' in value else render_fields(value),
+        _always_ready, '', 'what is known, as one file for another host',
+        'Tools, approvals, blocks, states and when each server was seen, '
+        'with a SHA-256 over it all. No token, key, audit record or output '
+        'of a server is in it; launches are masked.'),
+    ('state', 'import'): Command(
+        cmd_state_import, (
+            _flag('--approvals', 'trust what was approved there'),),
+        _plain(render_import),
+        _always_ready, 'FILE', 'take over what another host saw',
+        'Servers are matched by name; what was seen is taken over where the '
+        'launch is the same and nothing newer is known here. Ages stay true. '
+        'What only tightens comes along: blocks, and servers that were '
+        'switched off or quarantined. What was approved, or switched on, '
+        'comes with --approvals alone, where the launch is the same: without '
+        'it the tools are pending, unless they are approved here. A damaged '
+        'file changes nothing. The SHA-256 finds damage; it does not tell '
+        'who wrote the file.'),
+    ('doctor',): Command(
+        cmd_doctor, (
+            _flag('--self-test', 'instead, change a server of its own in a '
+                  'state of its own, and see the gate close'),),
+        _plain(render_doctor), lambda found: EXIT_READY if found['ok']
+        else EXIT_FAILED, '', 'is this installation sound; exit 1 if not',
+        'Looks at Python, SQLite, directories and modes, config, clock, '
+        'audit chain and how old the looks at servers are, with a remedy '
+        'for each problem. It makes nothing and contacts no server.'),
     ('activity', 'list'): Command(
         cmd_activity_list, (
-            _text('--type', 'T', 'preflight, sync, approval, server, token '
-                  'or prune'),
+            _text('--type', 'T', 'preflight, sync, approval, server, '
+                  'token, health, lock, contract or prune'),
             _text('--status', 'S', 'success or blocked'),
             _text('--request-id', 'R', 'the records of one request'),
             _text('--since', 'TIME', 'not before; or an age, such as 2h'),
@@ -10196,16 +14692,35 @@ def _started_how(options, env):
     return ' '.join(map(shell_word, words))
 
 
-def _ask(question):
-    """Put a yes-or-no question to whoever sits at the terminal."""
-    if sys.stdin is None or not sys.stdin.isatty():
+def _ask(question, choices=()):
+    """Put a question to whoever sits at the terminal.
+
+    Yes or no, where all but yes is no. Of choices the one that is named,
+    by its initial if need be: another word asks again, and the end of
+    input is the last of them.
+    """
+    if not all(stream is not None and stream.isatty()
+               for stream in (sys.stdin, sys.stderr)):
         raise UsageError('there is no terminal to ask at; review first, then '
                          'give --expect or --yes',
-                         '`tools diff ID` prints the token of a tool, '
-                         '`servers show NAME` the launch_digest.')
-    sys.stderr.write(question + ' [y/N] ')
-    sys.stderr.flush()
-    return sys.stdin.buffer.readline().strip().lower() in (b'y', b'yes')
+                         '`tools diff ID` shows a tool and prints the line '
+                         'that approves it (tools approve --expect TOKEN '
+                         'ID), `servers show NAME` the launch_digest.')
+    way = ', '.join('[%s]%s' % (word[0], word[1:]) for word in choices)
+    sys.stderr.write('%s %s ' % (question, way + '?' if way else '[y/N]'))
+    while True:
+        sys.stderr.flush()
+        line = sys.stdin.buffer.readline()
+        word = line.strip().lower().decode('ascii', 'replace')
+        if not choices:
+            return word in ('y', 'yes')
+        for choice in choices:
+            if word and choice.startswith(word):
+                return choice
+        if not line:
+            sys.stderr.write('\n')
+            return choices[-1]
+        sys.stderr.write(way + '? ')
 
 
 def drop_stderr():
@@ -10305,8 +14820,11 @@ def _format_of(options, env):
 
 
 def _data_of(verb, value):
-    if verb == ('tools', 'preflight'):
+    if isinstance(value, Report):
         return report_data(value)
+    if isinstance(value, Verified):
+        return dict(report_data(value.report), drift=value.drift,
+                    new=value.new)
     return sync_data(value) if verb == ('sync',) else value
 
 
@@ -10351,12 +14869,13 @@ def run_command(verb, options, stops):
     if sys.stderr is not None and sys.stderr.isatty():
         options.progress = show_progress
     value = run(world, options)
-    if verb == ('tools', 'preflight') and value.verdict != READY:
-        for line in value.stuck:
+    report = getattr(value, 'report', value)
+    if isinstance(report, Report) and report.verdict != READY:
+        for line in report.stuck:
             print_line(line)
-        print_line('request id: %s' % value.request_id)
+        print_line('request id: %s' % report.request_id)
         if form == 'table' and not world.is_terminal:
-            _print_remedies(value)
+            _print_remedies(report)
     if form == 'table':
         text = command.render(value, world.is_terminal)
     else:

@@ -9,6 +9,7 @@ databases, real child processes, real commands. Run one class or test with
 """
 import ast
 import contextlib
+import errno
 import importlib.util
 import io
 import itertools
@@ -233,7 +234,7 @@ class TempCase(unittest.TestCase):
             configs=(self.config,), dialect='', workspace='',
             now=lambda: int(time.time() * 1000), clock=time.monotonic,
             sleep=time.sleep, random=os.urandom, stop=stops,
-            ask=lambda question: False, tell=self.told.append,
+            ask=lambda question, choices=(): False, tell=self.told.append,
             is_terminal=False)
         return pf.World(**dict(given, **more))
 
@@ -317,6 +318,10 @@ class Test02Errors(unittest.TestCase):
 
 RETRY_CODES = ('server_initializing', 'server_unhealthy')
 UNKNOWN_CODES = ('not_found', 'server_not_configured')
+# Why a server is unhealthy, as the contract has it.
+CAUSES = ('command_not_found exited timeout refused dns tls http_status '
+          'rate_limited redirected protocol no_tools unresolved stale '
+          'interrupted').split()
 # The contract's table: reason, class, retryable, action, verdict, exit.
 REASON_TABLE = """
 server_initializing   retryable         yes -         degraded_retryable 10
@@ -361,10 +366,7 @@ class Test03Reasons(unittest.TestCase):
         self.assertEqual(pf.EXIT_CODES['ready'], 0)
 
     def test_action_by_cause(self):
-        causes = ('command_not_found exited timeout refused dns tls '
-                  'http_status rate_limited redirected protocol no_tools '
-                  'unresolved stale interrupted').split()
-        found = [cause for cause in causes
+        found = [cause for cause in CAUSES
                  if pf.action_of('server_unhealthy', cause) == 'restart']
         self.assertEqual(found, ['refused', 'stale', 'interrupted'])
         self.assertEqual(pf.action_of('server_unhealthy', 'tls'),
@@ -606,6 +608,78 @@ class Test05Text(unittest.TestCase):
                          ['0 tools', '1 tool', '2 tools'])
 
 
+class Test05Reveal(unittest.TestCase):
+    """What a reviewer would not see as it is, made visible and named."""
+
+    TABLE = (
+        ('plain text, caf\u00e9, \u65e5\u672c\uff0c \u2013 \u201cx\u201d', ''),
+        ('\u26a0\ufe0f careful, 5 m\u00b2, n\u00ba 3, \u2139\ufe0f', ''),
+        ('\u0394t in \u03bcs, \u03c32, \u03bb\u03b1\u03bb\u03ac', ''),
+        ('\u042d\u0442\u043e \u0438 \u0441 \u043e JSON', ''),
+        ('p\u0430th', '\u0430'), ('\u0430\u0441\u0435', ''),
+        ('the \u0430\u0441\u0435 of', '\u0430\u0441\u0435'),
+        ('\u0430\u0441\u0435 and \u042f', ''),
+        ('v\u03b1lue', '\u03b1'), ('the \u03bf', '\u03bf'),
+        ('\uff21B', '\uff21'), ('\U0001d41a', '\U0001d41a'),
+        ('\u212aey', '\u212a'), ('\u2215etc', '\u2215'),
+        ('a\xa0b\u2003c\u3000d', '\xa0\u2003\u3000'),
+        ('co\xadop\u200b\u202e\u2060\ufeff', '\xad\u200b\u202e\u2060\ufeff'),
+        ('\U000e0049\U000e0100', '\U000e0049\U000e0100'),
+        ('a\ufe0f\ufe0f', '\ufe0f\ufe0f'), ('\u26a0\ufe0f\ufe0f', '\ufe0f'),
+        ('\u3164\u2800\u115f', '\u3164\u2800\u115f'),
+        ('\t\r\n\x1b\x7f\x85', '\t\r\n\x1b\x7f\x85'),
+        ('\ud800\ue000\u0378', '\ud800\ue000\u0378'))
+
+    def test_what_is_odd(self):
+        for text, odd in self.TABLE:
+            with self.subTest(text=ascii(text)):
+                places = sorted(pf.odd_places(text))
+                self.assertEqual(''.join(text[n] for n in places), odd)
+
+    def test_reveal(self):
+        self.assertEqual(
+            pf.reveal('p\u0430th \u0430nd\u200b \u65e5 \u26a0\ufe0f\x1b'),
+            'p\\u0430th \\u0430nd\\u200b \u65e5 \u26a0\ufe0f\\x1b')
+
+    def test_whatever_is_unsafe_is_revealed(self):
+        for code in Test05Text.UNSAFE:
+            with self.subTest(code=hex(code)):
+                self.assertEqual(pf.reveal(chr(code)),
+                                 pf.safe_text(chr(code)))
+
+    def test_notes(self):
+        for text, notes in (
+                ('fine', []), ('two\nlines', []),
+                ('a p\u0430th, p\u0430th', [
+                    '\\u0430 CYRILLIC SMALL LETTER A, 2 times, near "a '
+                    'p\\u0430th, p\\u0430th"']),
+                ('\x1b[2J', ['\\x1b ESCAPE, once, near "\\x1b[2J"']),
+                ('\x9b', ['\\x9b CONTROL CHARACTER, once, near "\\x9b"']),
+                ('\ue000\ud800\u0378', [
+                    '\\ue000 PRIVATE USE, once, near '
+                    '"\\ue000\\ud800\\u0378"',
+                    '\\ud800 LONE SURROGATE, once, near '
+                    '"\\ue000\\ud800\\u0378"',
+                    '\\u0378 UNASSIGNED, once, near '
+                    '"\\ue000\\ud800\\u0378"'])):
+            with self.subTest(text=ascii(text)):
+                self.assertEqual(pf.odd_notes(text), notes)
+
+    def test_tags_are_spelt_out(self):
+        hidden = ''.join(chr(0xe0000 + ord(char)) for char in 'rm "x"')
+        self.assertEqual(pf.odd_notes('Reads.' + hidden), [
+            '6 tag characters, which nobody sees and a model reads: '
+            '"rm "x""'])
+
+    def test_notes_are_bounded(self):
+        notes = pf.odd_notes(''.join(map(chr, range(0xe000, 0xe040))))
+        self.assertEqual((len(notes), notes[-1]), (13, 'and 52 more'))
+
+    def test_a_long_word_takes_no_long_time(self):
+        self.assertEqual(pf.odd_places('a' * 300000), set())
+        self.assertEqual(pf.odd_places('a' * 100000 + '\u0430'), {100000})
+
+
 class Test05Redact(unittest.TestCase):
     """What looks like a credential is masked."""
 
@@ -674,6 +748,58 @@ class Test05Redact(unittest.TestCase):
                      'key' + ' ' * 90000, '://' + 'a' * 90000):
             with self.subTest(text=text[:10]):
                 self.assertEqual(pf.redact(text), text)
+
+
+class Test05Containers(unittest.TestCase):
+    """Command lines that start a container, and those that do not."""
+
+    # line, engine, index behind run, interactive, cidfile, image
+    RUNS = (
+        ('docker run -i --rm img', 'docker', 2, True, None, 'img'),
+        ('docker run img -i', 'docker', 2, False, None, 'img'),
+        ('/usr/bin/podman run -it img', 'podman', 2, True, None, 'img'),
+        ('nerdctl run -ti img', 'nerdctl', 2, True, None, 'img'),
+        (r'C:\bin\docker.exe run -dit img', 'docker', 2, True, None, 'img'),
+        ('DOCKER.EXE container run -i a', 'docker', 3, True, None, 'a'),
+        ('podman container run a', 'podman', 3, False, None, 'a'),
+        ('docker -H tcp://h:1 run -i a', 'docker', 4, True, None, 'a'),
+        ('docker -Htcp://h:1 -D run -i a', 'docker', 4, True, None, 'a'),
+        ('docker --context run run -i a', 'docker', 4, True, None, 'a'),
+        ('docker --tls --config=/c run -i a', 'docker', 4, True, None, 'a'),
+        ('docker run --interactive a', 'docker', 2, True, None, 'a'),
+        ('docker run --interactive=true a', 'docker', 2, True, None, 'a'),
+        ('docker run --interactive=false a', 'docker', 2, False, None, 'a'),
+        ('docker run -i=false a', 'docker', 2, False, None, 'a'),
+        ('docker run -e -i a', 'docker', 2, False, None, 'a'),
+        ('docker run -e K=zz -i a', 'docker', 2, True, None, 'a'),
+        ('docker run -ite K=zz a', 'docker', 2, True, None, 'a'),
+        ('docker run -teK=i a', 'docker', 2, False, None, 'a'),
+        ('docker run --new-flag -i a', 'docker', 2, True, None, 'a'),
+        ('docker run --name -1 -i a', 'docker', 2, True, None, 'a'),
+        ('docker run --cidfile /f -i a', 'docker', 2, True, '/f', 'a'),
+        ('docker run --cidfile=/f a -i', 'docker', 2, False, '/f', 'a'),
+        ('docker run -i -- a -t', 'docker', 2, True, None, 'a'),
+        ('docker run -i', 'docker', 2, True, None, ''),
+        ('docker run -w', 'docker', 2, False, None, ''),
+        ('docker run - a', 'docker', 2, False, None, '-'))
+    OTHERS = ('docker', 'docker -H', 'docker exec -i c x', 'docker -D',
+              'docker mcp gateway run', 'docker compose run a',
+              'docker-compose run -i a', 'my-docker run -i a', 'run run',
+              'sh -c run', 'docker.py run -i a')
+
+    def test_runs(self):
+        for line, engine, at, is_open, file, image in self.RUNS:
+            with self.subTest(line):
+                run = pf.container_of(line.split())
+                self.assertEqual((run.engine, run.at, run.image),
+                                 (engine, at, image))
+                self.assertIs(pf.is_interactive(run), is_open)
+                self.assertEqual(run.options.get('cidfile'), file)
+
+    def test_others(self):
+        for line in self.OTHERS:
+            with self.subTest(line):
+                self.assertIsNone(pf.container_of(line.split()))
 
 
 # ==========================================================================
@@ -897,6 +1023,34 @@ class Test06Hash(unittest.TestCase):
     def test_depth_of_a_definition(self):
         deep = '"inputSchema": ' + '[' * 199 + ']' * 199
         self.assertEqual(read_one('{"name": "t", %s}' % deep).flaw, '')
+
+
+class Test06Fields(unittest.TestCase):
+    """Which members two definitions differ in, as they are hashed."""
+
+    def test_fields(self):
+        for more, fields in (
+                ({}, ()), ({'annotations': SAFE}, ()), ({'title': None}, ()),
+                ({'title': 'T'}, ('title',)),
+                ({'outputSchema': {}, 'description': 'x'},
+                 ('description', 'outputSchema')),
+                ({'name': 'b'}, ('name',)),
+                ({'inputSchema': {'type': 'object', 'a': None}},
+                 ('inputSchema',))):
+            with self.subTest(more):
+                self.assertEqual(pf.changed_fields(
+                    pf.definition_text(tool()),
+                    pf.definition_text(dict(tool(), **more))), fields)
+
+    def test_true_is_not_1(self):
+        """Python says so, and a default of true must not pass for 1."""
+        self.assertEqual(pf.changed_fields(*(pf.definition_text(
+            tool(inputSchema={'default': value})) for value in (1, True))),
+            ('inputSchema',))
+
+    def test_a_missing_text_has_no_name_either(self):
+        self.assertIn('name', pf.changed_fields('', pf.definition_text(
+            tool())))
 
 
 class Test06Hints(unittest.TestCase):
@@ -1274,13 +1428,14 @@ class Test07Entries(unittest.TestCase):
             'command': 'x', 'quarantined': True, 'trust_mode': 'auto',
             'disabled_tools': ['t'], 'start_timeout': '1s',
             'request_timeout': '2s', 'max_age': '0', 'client':
-            'claude-code', 'health': {'a': 1}, 'ignore_changes': {
+            'claude-code', 'health': {'setup': 'a'}, 'ignore_changes': {
                 't': ['description']}})
         self.assertEqual(server, a_server(
             file=OURS, command='x', quarantined=True, trust_mode='auto',
             deny=['t'], start_timeout=1000, request_timeout=2000,
-            max_age=0, client='claude-code', health={'a': 1},
-            ignore_changes={'t': ['description']}))
+            max_age=0, client='claude-code', health={'setup': 'a'},
+            ignore_changes={'t': ['description']},
+            extra={'deny': ('disabled_tools', OURS)}))
 
     def test_trust_modes(self):
         for word, mode in (('manual', 'manual'), ('scan', 'manual'),
@@ -1352,7 +1507,14 @@ class Test07Entries(unittest.TestCase):
         ({'command': 'x', 'client': 'cursor'}, 'client must be one of'),
         ({'command': 'x', 'health': []}, 'health must be an object'),
         ({'command': 'x', 'ignore_changes': {'t': 'description'}},
-         'ignore_changes.t must be an array of strings'))
+         'ignore_changes.t must be an array of strings'),
+        ({'command': 'x', 'ignore_changes': {'*': ['descripton']}},
+         'ignore_changes.* names "descripton"; it takes title, description, '
+         'inputSchema, outputSchema'),
+        ({'command': 'x', 'ignore_changes': {'t': ['title', 'annotations']}},
+         'ignore_changes.t names "annotations"; it takes'),
+        ({'command': 'x', 'ignore_changes': {'t': ['name']}},
+         'ignore_changes.t names "name"; it takes'))
 
     def test_bad_entries(self):
         for path in (OURS, CLAUDE):
@@ -1410,6 +1572,20 @@ class Test07Entries(unittest.TestCase):
         for path in (OURS, CLAUDE):
             server = read_good(dict(entry, command='x'), path)
             self.assertEqual(server.warnings, [])
+
+    def test_a_container_that_hears_nothing_warns(self):
+        for words, is_told in (
+                ('run --rm img', True), ('run --rm -i img', False),
+                ('run img -i', True), ('run -dit img', False),
+                ('run ${OPTIONS} img', False), ('ps', False)):
+            for path in (OURS, '/r/.vscode/mcp.json'):
+                config = read_files((path, {('servers' if 'vscode' in path
+                                             else 'mcpServers'): {'s': {
+                    'command': 'docker', 'args': words.split()}}}))
+                with self.subTest(words=words, path=path):
+                    found = ' '.join(pf.look_up(config, 's')[0].warnings)
+                    self.assertEqual('`docker run` lacks -i' in found,
+                                     is_told)
 
 
 class Test07Claude(unittest.TestCase):
@@ -1573,27 +1749,50 @@ class Test07Overlays(unittest.TestCase):
             'quarantined': True, 'trust_mode': 'auto', 'enabled': False,
             'enabled_tools': ['t'], 'max_age': '1m', 'start_timeout': '2m',
             'request_timeout': '3m', 'client': 'claude-code',
-            'health': {'a': 1}, 'ignore_changes': {'t': ['title']}})
+            'health': {'setup': 'a'}, 'ignore_changes': {'t': ['title']}})
         self.assertEqual(server, a_server(
             file=CLAUDE, dialect='claude-code', base='/r', command='x',
             env={'A': '1', 'B': '3', 'C': None}, headers={'H': 'h'},
             quarantined=True, trust_mode='auto', enabled=False,
             allow=['t'], max_age=60000, start_timeout=120000,
-            request_timeout=180000, client='claude-code', health={'a': 1},
-            ignore_changes={'t': ['title']},
-            overlaid=frozenset(('env.B', 'env.C', 'headers.H'))))
+            request_timeout=180000, client='claude-code',
+            health={'setup': 'a'}, ignore_changes={'t': ['title']},
+            overlaid=frozenset(('env.B', 'env.C', 'headers.H')),
+            extra={'allow': ('enabled_tools', '/o/0.json')}))
 
     def test_maps_merge_and_the_rest_replaces(self):
         below = dict(self.BASE, max_age='1m', disabled_tools=['a'], health={
-            'a': 1, 'b': 1}, ignore_changes={'t': ['title'], 'u': []})
+            'setup': 'a', 'tool': 'b'}, ignore_changes={
+                't': ['title'], 'u': []})
         server = read_good(below, OURS, {
-            'max_age': '2m', 'disabled_tools': ['b'], 'health': {'b': 2},
+            'max_age': '2m', 'disabled_tools': ['b'],
+            'health': {'tools': ['c', 'd']},
             'ignore_changes': {'u': ['title']}})
         self.assertEqual(
             (server.max_age, server.deny, server.health,
              server.ignore_changes),
-            (120000, ['b'], {'a': 1, 'b': 2},
+            (120000, ['b'], {'setup': 'a', 'tools': ['c', 'd']},
              {'t': ['title'], 'u': ['title']}))
+
+    def test_it_answers_for_the_tool_lists_that_it_sets(self):
+        """The gate names the file in which the list can be changed."""
+        for below, overlay, key, file in (
+                ({}, {'enabled_tools': ['a']}, 'enabled_tools', '/o/0.json'),
+                ({'disabled_tools': ['x']}, {'disabled_tools': ['t']},
+                 'disabled_tools', '/o/0.json'),
+                ({'disabled_tools': ['t']}, {'max_age': '1m'},
+                 'disabled_tools', OURS),
+                ({'excludeTools': ['t']}, {}, 'excludeTools', OURS),
+                ({'includeTools': ['t']}, {'enabled_tools': ['a']},
+                 'enabled_tools', '/o/0.json')):
+            server = read_good(dict(self.BASE, **below), OURS, overlay)
+            answer = judge(a_tool(), a_link(), server=server)
+            with self.subTest(overlay=overlay):
+                self.assertEqual(answer.reason, 'tool_denied_by_config')
+                self.assertIn('%s of server "s" in %s ' % (key, file),
+                              answer.detail)
+                self.assertIn('Change %s in %s, then' % (key, file),
+                              answer.remediation)
 
     def test_what_it_does_not_say_stays(self):
         below = dict(self.BASE, enabled=False, quarantined=True,
@@ -1708,7 +1907,7 @@ class Test07Settings(unittest.TestCase):
         ('max_age', '15'), ('listen', 8080), ('allow_hosts', 'h'),
         ('allow_hosts', [1]), ('sync_interval', '5'),
         ('activity_retention', 90), ('lockfile', []), ('approvals', 'git'),
-        ('approvals', 'lockfile'), ('profiles', []),
+        ('lockfile', ''), ('profiles', []),
         ('profiles', {'p': ['s']}), ('profiles', {'p': {}}),
         ('profiles', {'p': {'servers': 's'}}),
         ('profiles', {'p': {'servers': ['s'], 'x': 1}}),
@@ -1721,6 +1920,21 @@ class Test07Settings(unittest.TestCase):
                 read_files((OURS, {key: value}))
             self.assertIn('config /c/ours.json: ' + key,
                           str(caught.exception))
+
+    def test_where_the_lockfile_is(self):
+        """Relative to the file that names it, or that asks for one."""
+        mode = {'approvals': 'lockfile'}
+        for tops, path in (
+                (({},), 'preflight.lock'), ((mode,), '/c/preflight.lock'),
+                (({'lockfile': 'x/y'},), '/c/x/y'),
+                (({'lockfile': '/z'},), '/z'),
+                ((dict(mode, lockfile='x'), {'approvals': 'lockfile'}),
+                 '/c/x'),
+                (({'lockfile': 'a'}, {'lockfile': 'b'}), '/d/b')):
+            with self.subTest(tops=tops):
+                config = read_files(*zip((OURS, '/d/ours.json'), tops))
+                self.assertEqual(config.settings['lockfile'], path)
+                self.assertIsNone(config.lock)
 
     def test_unknown_keys(self):
         config = read_files((OURS, {'mcpServers': {}, 'quarantine_enable':
@@ -1794,6 +2008,17 @@ class Test07Children(unittest.TestCase):
             self.assertEqual(self.given({}, base='/r', **more)[
                 'CLAUDE_PROJECT_DIR'], '/r')
         self.assertNotIn('CLAUDE_PROJECT_DIR', self.given({}))
+
+    def test_windows_minds_no_case(self):
+        env = {'Path': 'x', 'Own': '1', 'Gone': None}
+        for is_windows, names in (
+                (True, ['BROWSER', 'OWN', 'PATH']),
+                (False, ['BROWSER', 'GONE', 'Own', 'PATH', 'Path'])):
+            found = pf.child_environment(a_server(env=env), {
+                'PATH': 'y', 'GONE': 'z'}, is_windows)
+            self.assertEqual(sorted(set(found) - {
+                'PYTHONUTF8', 'PYTHONIOENCODING'}), names)
+            self.assertEqual(found['PATH'], 'x' if is_windows else 'y')
 
     def test_the_environment_given_is_not_changed(self):
         environ = {'A': '1'}
@@ -2303,7 +2528,15 @@ class Test09Status(unittest.TestCase):
         ('changed', {'flaw': 'advertised twice', 'hash': ''}),
         ('changed', {'flaw': 'advertised twice', 'hash': '',
                      'approved': None}),
-        ('changed', {'flaw': 'definition refused: x'}))
+        ('changed', {'flaw': 'definition refused: x'}),
+        ('approved', {'hash': H2, 'ignored': ('title',)}),
+        ('approved', {'hash': H2, 'differs': ('title',),
+                      'ignored': ('title',)}),
+        ('changed', {'hash': H2, 'differs': ('title',)}),
+        ('changed', {'hash': H2, 'ignored': ('title',),
+                     'approved': approval(H1, SAFE)}),
+        ('changed', {'hash': '', 'flaw': 'x', 'ignored': ('title',)}),
+        ('pending', {'approved': None, 'ignored': ('title',)}))
 
     def test_table(self):
         for status, more in self.TABLE:
@@ -2322,6 +2555,50 @@ class Test09Status(unittest.TestCase):
                  'hints became riskier: destructiveHint false -> absent, '
                  'openWorldHint false -> true')):
             self.assertEqual(pf.tool_status(a_tool(**more))[1], why)
+
+
+class Test09Ignored(unittest.TestCase):
+    """ignore_changes, and texts that change by themselves."""
+
+    def test_all_that_differs_must_be_covered(self):
+        rules = {'t': ['description', 'title'], 'u': [], '*': ['title']}
+        for name, differs, is_ignored in (
+                ('t', ('description',), True),
+                ('t', ('title', 'description'), True),
+                ('t', ('description', 'inputSchema'), False),
+                ('t', ('name', 'title'), False), ('other', ('title',), True),
+                ('other', ('description',), False),
+                ('u', ('title',), False), ('t', (), False)):
+            with self.subTest(name, differs=differs):
+                self.assertEqual(
+                    pf.ignored_fields(rules, name, differs),
+                    differs if is_ignored else ())
+        self.assertEqual(pf.ignored_fields({}, 't', ('title',)), ())
+
+    def test_when_it_is_plain(self):
+        for moves, is_plain in (
+                ((0, 0), False), ((2, 2), False), ((2, 3), False),
+                ((3, 4), True), ((3, 6), True), ((3, 7), False),
+                ((10, 20), True), ((9, 20), False), ((20, 20), True)):
+            with self.subTest(moves):
+                self.assertEqual(pf.is_restless(a_tool(moves=moves)),
+                                 is_plain)
+
+    def test_words(self):
+        for more, text in (
+                ({}, ''), ({'moves': (1, 9)}, ''),
+                ({'moves': (2, 9)}, 'Changed in 2 of the last 9 looks.'),
+                ({'moves': (14, 20)},
+                 "This tool's text changes by itself (14 changes in 20 "
+                 'looks): fix the server, or set ignore_changes for it.'),
+                ({'moves': (14, 20), 'differs': ('title', 'description')},
+                 "This tool's text changes by itself (14 changes in 20 "
+                 'looks; title, description): fix the server, or set '
+                 'ignore_changes for it.'),
+                ({'moves': (14, 20), 'ignored': ('title',)},
+                 'Changed in 14 of the last 20 looks.')):
+            with self.subTest(more):
+                self.assertEqual(pf.moves_text(a_tool(**more)), text)
 
 
 class Test09Switches(unittest.TestCase):
@@ -2451,10 +2728,10 @@ class Test09Plan(unittest.TestCase):
 
     REFUSED, TWICE = 'definition refused: x', 'advertised twice, x'
 
-    def plan(self, before, seen, is_first=False, mode='manual'):
+    def plan(self, before, seen, is_first=False, mode='manual', quiet=()):
         """Plan a sync: the Plan."""
         return pf.plan_sync({found.name: found for found in before}, seen,
-                            is_first, mode)
+                            is_first, mode, frozenset(quiet))
 
     def lists(self, *given, **more):
         """Plan a sync: (approve, added, changed, vanished) as words."""
@@ -2498,6 +2775,26 @@ class Test09Plan(unittest.TestCase):
             with self.subTest(old=old, new=new):
                 self.assertEqual(self.lists([a_tool(**old)], observed(new)),
                                  ('', '', 't' if is_changed else '', ''))
+
+    def test_an_ignored_difference_is_no_news(self):
+        """Whatever it is compared with: what was listed, or approved."""
+        quiet = [(H1, H2), (H1, H3), (H2, H3)]
+        for mode in 'manual', 'auto':
+            for old, new, is_news in (
+                    ({}, defined('t', H2), False),
+                    ({'hash': H2}, defined('t', H3), False),
+                    ({'hash': H3}, defined('t', H2), True),
+                    ({'listed': False}, defined('t', H2), False),
+                    ({}, defined('t', '', flaw='x'), True),
+                    ({'hints': SAFE, 'approved': approval(H1, SAFE)},
+                     defined('t', H2), True)):
+                with self.subTest(mode, old=old, new=new):
+                    approve, _, changed, _ = self.lists(
+                        [a_tool(**old)], observed(new), mode=mode,
+                        quiet=quiet)
+                    self.assertEqual(bool(changed), is_news)
+                    if not is_news:
+                        self.assertEqual(approve, '')
 
     def test_a_revert_is_approved_again(self):
         """Without a new approval, which no sync gives in mode manual."""
@@ -3722,6 +4019,202 @@ class Test07Registry(unittest.TestCase):
                 show('/r/server.json', recipe, 'registry')
 
 
+class Test07Patterns(unittest.TestCase):
+    """Tools that a client chooses by pattern, and layers it alone knows."""
+
+    GLOBS = (
+        ('*', 'x', True), ('*', '', True), ('a*', 'abc', True),
+        ('a*', 'ba', False), ('*c', 'abc', True), ('a*c', 'abcd', False),
+        ('a?c', 'abc', True), ('a?c', 'ac', False), ('a*b*c', 'aXbYc', True),
+        ('a*b*c', 'acb', False), ('a', 'ab', False), ('a', 'a', True),
+        ('[a]', 'a', False), ('[a]', '[a]', True), ('a*a', 'a', False),
+        ('*a*', 'bab', True), ('a.*', 'a.b', True), ('a.*', 'axb', False),
+        ('*', 'a\nb', True), ('*ab', 'aab', True), ('**b', 'ab', True))
+
+    def test_globs(self):
+        for pattern, text, is_so in self.GLOBS:
+            with self.subTest(pattern=pattern, text=text):
+                self.assertIs(pf.glob_matches(pattern, text), is_so)
+
+    def test_a_pattern_of_many_stars_costs_no_time(self):
+        self.assertFalse(pf.glob_matches('a*' * 60 + 'b', 'a' * 5000))
+
+    def server(self, path, content, *more):
+        """Give the server s of some files."""
+        server, why = pf.look_up(read_files((path, content), *more), 's')
+        self.assertEqual(why, '')
+        return server
+
+    def denied(self, server, names):
+        """Name those of some tools that the config keeps out."""
+        return [name for name in names.split()
+                if pf.denied_by(server, name)]
+
+    RUN = {'mcp': {'s': {'type': 'local', 'command': ['x']}}}
+
+    def test_opencode_hides_by_pattern(self):
+        path = '/r/opencode.json'
+        for tools, denied in (
+                ({}, ''), ({'s_*': False}, 'get set a.b'),
+                ({'s_g*': False}, 'get'), ({'s_get': False}, 'get'),
+                ({'t_*': False}, ''), ({'*': False}, 'get set a.b'),
+                ({'s_a_b': False}, 'a.b'), ({'s_get': True}, ''),
+                ({'s*': False, 's_get': True}, 'get set a.b'),
+                ({'s_?et': False}, 'get set'), ({'s_get': 'no'}, '')):
+            with self.subTest(tools=tools):
+                server = self.server(path, dict(self.RUN, tools=tools))
+                self.assertEqual(self.denied(server, 'get set a.b'),
+                                 denied.split())
+
+    def test_opencodes_patterns_hold_across_its_files(self):
+        user, project = '/h/.config/opencode/opencode.json', (
+            '/h/r/opencode.json')
+        server = self.server(user, self.RUN, (project, {
+            'mcp': {}, 'tools': {'s_get': False}}))
+        self.assertEqual(pf.denied_by(server, 'get'),
+                         ('tools["s_get"]', project, 'hides'))
+        answer = judge(a_tool(name='get'), a_link(), 's:get', server=server)
+        self.assertIn('tools["s_get"] of server "s" in %s hides this tool.'
+                      % project, answer.detail)
+        self.assertIn('Change ', answer.remediation)
+
+    def test_an_overlay_of_ours_wins_over_patterns(self):
+        for path, content, over in (
+                ('/r/opencode.json', dict(self.RUN, tools={'*': False}),
+                 {'disabled_tools': ['set']}),
+                ('/r/.kiro/agents/a.json', {
+                    'mcpServers': {'s': {'command': 'x'}}, 'tools': []},
+                 {'enabled_tools': ['get']})):
+            server = self.server(path, content, (OURS, {
+                'mcpServers': {'s': over}}))
+            with self.subTest(path):
+                self.assertEqual(self.denied(server, 'get set'), ['set'])
+
+    def test_agents_files_choose_by_server_and_tool(self):
+        for tools, denied in (
+                (None, ''), ([], 'get set'), (['*'], ''), (['@s'], ''),
+                (['@s/get'], 'set'), (['@s/g*', 'read'], 'set'),
+                (['@t', '@t/get', 's'], 'get set'), (['@s/*'], ''),
+                (['@*'], ''), (['@s/get', '@s'], ''), ('@s/get', '')):
+            for path in ('/r/.kiro/agents/a.json',
+                         '/r/.amazonq/cli-agents/a.json'):
+                server = self.server(path, {
+                    'mcpServers': {'s': {'command': 'x'}}, 'tools': tools,
+                    'allowedTools': ['@s/set']})
+                with self.subTest(tools=tools, path=path):
+                    self.assertEqual(self.denied(server, 'get set'),
+                                     denied.split())
+
+    def test_other_files_have_no_such_lists(self):
+        for path in ('/r/.kiro/settings/mcp.json', '/r/.cursor/mcp.json'):
+            server = self.server(path, {'mcpServers': {'s': {
+                'command': 'x'}}, 'tools': []})
+            self.assertEqual(self.denied(server, 'get set'), [])
+
+    def test_opencodes_true_is_told(self):
+        for tools, is_told in (({'a': False}, False), ({'a': True}, False),
+                               ({'a*': False, 'ab': True}, True)):
+            config = read_files(('/r/opencode.json', dict(self.RUN,
+                                                          tools=tools)))
+            with self.subTest(tools=tools):
+                self.assertEqual('a true in "tools"' in ' '.join(
+                    config.warnings), is_told)
+
+    def test_codex_profiles_in_its_file_are_told_and_not_read(self):
+        text = ('[mcp_servers.s]\ncommand = "x"\n[profiles.a]\nmodel = "m"\n'
+                '[profiles.b.mcp_servers.s]\nenabled = false\n')
+        config = read_files(('/h/.codex/config.toml', text))
+        self.assertEqual(config.warnings, [
+            '/h/.codex/config.toml: profiles.b.mcp_servers is not read; it '
+            'counts only for codex --profile b'])
+        self.assertTrue(pf.look_up(config, 's')[0].enabled)
+
+    def test_a_profiles_own_file_lies_on_the_others(self):
+        files = [('/h/.codex/b.config.toml',
+                  '[mcp_servers.s]\nenabled = false\n'),
+                 ('/h/.codex/config.toml', '[mcp_servers.s]\ncommand = "x"'
+                  '\n[mcp_servers.s.env]\nA = "1"\n'),
+                 ('/h/r/.codex/config.toml',
+                  '[mcp_servers.s]\nenabled = true\n')]
+        for order in itertools.permutations(files):
+            server = pf.look_up(read_files(*order, home='/h'), 's')[0]
+            self.assertEqual((server.enabled, server.env),
+                             (False, {'A': '1'}))
+
+    CONTAINER = '{"customizations": {"vscode": %s}, /* c */ "image": "i"}'
+
+    def test_dev_containers(self):
+        for path in ('/r/.devcontainer/devcontainer.json',
+                     '/r/.devcontainer.json'):
+            config = read_files((path, self.CONTAINER % json.dumps({'mcp': {
+                'inputs': [{'id': 'k', 'default': 'v'}], 'servers': {
+                    's': {'command': 'x', 'args': ['${input:k}']}}}})))
+            server = pf.look_up(config, 's')[0]
+            with self.subTest(path):
+                self.assertEqual(
+                    (server.dialect, server.base,
+                     pf.expand_server(server, {})[0].args),
+                    ('vscode-settings', '/r', ('v',)))
+                self.assertEqual(config.warnings, [
+                    path + ': its client starts these servers inside the dev '
+                    'container; here they start on this host'])
+            for other in ('{}', '{"mcp": {}}', '{"extensions": []}', '[]'):
+                self.assertEqual(read_files((
+                    path, self.CONTAINER % other)).entries, {})
+
+    def test_a_manifest_may_name_files(self):
+        files = {'/p/a.json': '{"mcpServers": {"a": {"command": "x"}}}',
+                 '/p/d/b.json': '{/* c */ "b": {"command": "x", "args":'
+                                ' ["${CLAUDE_PLUGIN_ROOT}"]}}',
+                 '/q.json': '{"q": {"command": "x"}}'}
+        inline = {'c': {'command': 'x'}}
+        for named, names, paths in (
+                ('./a.json', 'a', ['/p/a.json']),
+                (['a.json', inline, '${CLAUDE_PLUGIN_ROOT}/d/b.json'],
+                 'a c b', ['/p/a.json', '/p/d/b.json']),
+                (['../q.json', inline], 'c', []), (['/q.json'], '', []),
+                (['d/../../q.json', {'mcpServers': inline}], 'c', []),
+                (['gone.json', inline], 'c', ['/p/gone.json']),
+                ([5, {'mcpServers': 5}], '', []), ([], '', [])):
+            path = '/p/.claude-plugin/plugin.json'
+            with self.subTest(named=named):
+                config = read_files((path, {'mcpServers': named}),
+                                    read=files.get)
+                self.assertEqual(list(config.entries), names.split())
+                self.assertEqual(list(config.files), [path] + paths)
+                self.assertEqual(
+                    len(config.warnings), 'gone' in str(named)
+                    or 'q.json' in str(named), config.warnings)
+                shown = show(path, {'mcpServers': named}, files=files)
+                self.assertEqual([server['name'] for server in
+                                  shown['servers']], names.split())
+                if 'b' in config.entries:
+                    server = pf.look_up(config, 'b')[0]
+                    self.assertEqual((server.file, pf.expand_server(
+                        server, {})[0].args), (path, ('/p',)))
+
+    def test_a_named_file_that_cannot_be_parsed_is_named(self):
+        with self.assertRaises(pf.ConfigError) as caught:
+            read_files(('/p/.plugin/plugin.json', {'mcpServers': 'a.json'}),
+                       read={'/p/a.json': '{'}.get)
+        self.assertIn('config /p/a.json, line 1', str(caught.exception))
+
+    def test_percent_signs_of_gemini_on_windows(self):
+        entry = {'command': 'x', 'args': ['%T%'], 'env': {
+            'A': '%T%-$T-%NO%', 'B': '100%'}}
+        for is_windows, args, env in (
+                (True, ['%T%'], {'A': 'tok-1-tok-1-', 'B': '100%'}),
+                (False, ['%T%'], {'A': '%T%-tok-1-%NO%', 'B': '100%'})):
+            with mock.patch.object(pf.Expansion, 'is_windows', is_windows):
+                for dialect in ('gemini', 'copilot'):
+                    server = entry_of(dialect, entry)
+                    if dialect == 'copilot':
+                        env = {'A': '%T%-tok-1-%NO%', 'B': '100%'}
+                    with self.subTest(dialect, is_windows=is_windows):
+                        self.assertEqual((server['args'], server['env']),
+                                         (args, env))
+
+
 SAMPLES = os.path.join(HERE, '..', 'shared', 'dialects')
 
 
@@ -4236,6 +4729,36 @@ class Test10Agent(unittest.TestCase):
             self.assertEqual((answer.reason, answer.detail),
                              ('hash_mismatch', detail))
 
+    def test_one_sentence_for_every_cause(self):
+        """The operator reads the fact, an agent always the same words."""
+        known = [a_tool(name=name) for name in 'ab']
+        plan = pf.plan_sync({one.name: one for one in known}, pf.Observation(
+            'ready', '', '', None, None, 0, [], {}, [], ''), False, 'manual')
+        told = {'no_tools': plan.detail, 'stale': 'longer than max_age',
+                'interrupted': 'cut off before it had a result'}
+        self.assertEqual(plan[:3], ('error', 'no_tools', 'it lists no tools, '
+                                    'and 2 were known'))
+        for cause in CAUSES:
+            link = a_link(state='error', cause=cause, detail=told.get(
+                cause, MARK + ' ' + cause))
+            if cause == 'stale':
+                link = a_link(observed_at=0)
+            if cause == 'interrupted':
+                link = a_link(lease_at=NOW - 9, lease_until=NOW - 1,
+                              state='error', observed_at=NOW - 99)
+            with self.subTest(cause):
+                answer = judge(a_tool(), link)
+                self.assertEqual((answer.reason, answer.cause),
+                                 ('server_unhealthy', cause))
+                self.assertIn(told.get(cause, MARK + ' ' + cause),
+                              answer.detail)
+                agent = judge(a_tool(), link, question=a_question('agent'))
+                self.assertEqual(
+                    (agent.reason, agent.detail, agent.remediation,
+                     agent.cause, agent.observed_at),
+                    ('server_unhealthy', 'The server is not available.',
+                     'Try again later, or tell the operator.', None, None))
+
     def test_a_word_for_every_reason(self):
         self.assertEqual(
             set(pf.REASONS) - set(pf.AGENT_TEXTS),
@@ -4429,6 +4952,35 @@ class Test10Wording(unittest.TestCase):
                 'tool_changed', 'Advertised twice (approved '
                 '2026-09-21T14:13:15.000Z).'))
 
+    def test_a_text_that_changes_by_itself_is_named(self):
+        """To the operator; an agent reads its fixed sentence."""
+        for more in ({'hash': H2}, {'approved': None}):
+            moving = a_tool(moves=(14, 20), differs=('description',), **more)
+            answer = self.answer({}, tool=moving)
+            self.assertIn(
+                "This tool's text changes by itself (14 changes in 20 "
+                'looks; description): fix the server, or set '
+                'ignore_changes for it.', answer.detail)
+            case = a_case(moving, a_link())
+            agent = pf.evaluate(case._replace(question=case.question._replace(
+                caller=pf.Caller(pf.AGENT, 'a', '', None))))[0]
+            self.assertEqual((agent.detail, agent.remediation),
+                             pf.AGENT_TEXTS[answer.reason])
+
+    def test_explain_names_what_is_ignored(self):
+        facts = {name: fact for name, _, fact in pf.explain(a_case(a_tool(
+            hash=H2, ignored=('title', 'description')), a_link()))}
+        self.assertEqual(facts['changed'], 'It differs from the approved '
+                         'definition in title, description only, which '
+                         'ignore_changes leaves out.')
+
+    def test_a_pin_covers_what_is_ignored(self):
+        pinned = pf.parse_id('s:t', pf.format_hash(1, H1))
+        case = a_case(a_tool(hash=H2, ignored=('title',)), a_link())
+        self.assertEqual(pf.evaluate(case)[0].status, 'ready')
+        self.assertEqual(pf.evaluate(case._replace(ref=pinned))[0].reason,
+                         'hash_mismatch')
+
     def test_detail_does_not_repeat_the_code(self):
         for reason, more, link, _ in self.TABLE:
             with self.subTest(reason=reason):
@@ -4609,6 +5161,138 @@ class Test10Requests(unittest.TestCase):
                              [name for _, name in sorted(scores)[:3]])
 
 
+class Test10Lock(unittest.TestCase):
+    """What the gates do with a lockfile, asked for or in the config."""
+
+    TOOL = a_tool(hints=SAFE, approved=pf.Approval(H1, 1, SAFE, NOW, 'x'))
+
+    def case(self, asked, tool=TOOL, pin='', tier='operator', **known):
+        """Make a Case of s:t, seen ready, with a lockfile asked for."""
+        given = dict(launch=H2)
+        return a_case(tool, a_link(), pin=pin, question=a_question(
+            tier)._replace(lock=asked), **dict(given, **known))
+
+    def judge(self, *args, **more):
+        """Judge a case: its Answer."""
+        return pf.evaluate(self.case(*args, **more))[0]
+
+    def test_nothing_departs(self):
+        answer = self.judge(a_lock(hints=SAFE), pin='sha256/v1:' + H1)
+        self.assertEqual((answer.status, answer.hash),
+                         ('ready', 'sha256/v1:' + H1))
+
+    def test_another_launch(self):
+        """It comes first, and its remedy writes the launch that is there."""
+        server = a_server(command='new', args=('--key', 'swordfish'))
+        for more in ({}, {'quarantined': 'Held.'}, {'disabled': 'Off.'}):
+            answer = self.judge(a_lock(launches={'s': (H3, "old '***'")}),
+                                server=server, **more)
+            with self.subTest(more=more):
+                self.assertEqual(answer.reason, 'server_quarantined')
+                self.assertEqual(
+                    answer.detail, 'Server "s": launch changed: the lockfile '
+                    "my.lock has old '***', now it is new --key '***'.")
+                self.assertEqual(answer.remediation, (
+                    'Review it, then run: %s.py servers approve '
+                    '--lock=my.lock s' % MARK))
+
+    def test_a_launch_that_differs_in_a_masked_part(self):
+        server = a_server(command='run', args=('--key', 'swordfish'))
+        text = pf.launch_text(server)
+        answer = self.judge(a_lock(launches={'s': (H3, text)}),
+                            server=server)
+        self.assertIn('(only a masked part differs)', answer.detail)
+        self.assertNotIn('swordfish', ' '.join(map(str, answer)))
+
+    def test_a_server_that_is_not_in_it(self):
+        answer = self.judge(a_lock(launches={'b': (H3, 'x')}, hints=SAFE))
+        self.assertEqual(answer.status, 'ready')
+
+    def test_riskier_hints_gate_always(self):
+        tool = self.TOOL._replace(hints={'readOnlyHint': True})
+        for more in ({}, {'server': a_server(trust_mode='auto')}):
+            answer = self.judge(a_lock(hints=SAFE), tool, **more)
+            with self.subTest(more=more):
+                self.assertEqual(answer.reason, 'tool_changed')
+                self.assertEqual(
+                    answer.detail, 'Hints became riskier than in the '
+                    'lockfile my.lock: destructiveHint false -> absent, '
+                    'openWorldHint false -> absent.')
+                self.assertIn('tools verify --lock=my.lock`, then run: ',
+                              answer.remediation)
+                self.assertIn(' tools lock --file=my.lock --expect=',
+                              answer.remediation)
+
+    def test_safer_hints_do_not(self):
+        answer = self.judge(a_lock(hints={'readOnlyHint': False}))
+        self.assertEqual(answer.status, 'ready')
+
+    def test_a_pin_of_it(self):
+        answer = self.judge(a_lock(hash=H3, hints=SAFE),
+                            pin='sha256/v1:' + H3)
+        self.assertEqual(answer.reason, 'hash_mismatch')
+        self.assertEqual(answer.detail, (
+            'Locked in my.lock is sha256/v1:%s, last listed is sha256/v1:%s.'
+            % (H3, H1)))
+        self.assertIn(' tools lock --file=my.lock ', answer.remediation)
+
+    def test_a_pin_beside_it(self):
+        answer = self.judge(a_lock(), pin='sha256/v1:' + H3)
+        self.assertIn('Pinned is sha256/v1:' + H3, answer.detail)
+        self.assertIn(' tools show s:t', answer.remediation)
+
+    def test_an_agent_reads_nothing_of_it(self):
+        for lock in (a_lock(launches={'s': (H3, 'x')}), a_lock(
+                hash=H3, hints=SAFE), a_lock(hints={'idempotentHint': True})):
+            answer = self.judge(lock, self.TOOL._replace(hints={}),
+                                pin='sha256/v1:' + H3, tier='agent')
+            self.assertEqual(answer.status, 'unavailable')
+            text = ' '.join(map(str, answer))
+            for secret in 'my.lock', 'launch', H3, 'tools lock':
+                self.assertNotIn(secret, text)
+
+    def test_where_it_holds_the_approvals(self):
+        lock = a_lock()
+        for tool, reason, word in (
+                (self.TOOL._replace(approved=None), 'tool_pending_approval',
+                 'It is not in the lockfile my.lock.'),
+                (self.TOOL._replace(approved=pf.Approval(
+                    H3, 1, {}, None, 'lock')), 'tool_changed',
+                 'The definition is not the approved one (lockfile '
+                 'my.lock).')):
+            answer = self.judge(None, tool, lock=lock)
+            with self.subTest(reason=reason):
+                self.assertEqual((answer.reason, answer.detail),
+                                 (reason, word))
+                self.assertEqual(
+                    answer.remediation, 'Review it with `tools diff`, then '
+                    "run: %s.py tools lock --expect='s:t=%s' s:t" % (
+                        MARK, pf.review_token(H1, SAFE)))
+            for settings, server in (({'quarantine_enabled': False}, {}),
+                                     ({}, {'trust_mode': 'auto'})):
+                answer = judge(tool, a_link(), lock=lock, server=a_server(
+                    **server), question=a_question(**settings))
+                self.assertEqual(answer.status, 'ready')
+
+    def test_a_flaw_has_no_line_that_locks(self):
+        tool = self.TOOL._replace(flaw='advertised twice', hash='')
+        answer = self.judge(a_lock(), tool, lock=a_lock())
+        self.assertEqual(answer.remediation, 'Run: %s.py tools diff s:t'
+                         % MARK)
+
+    def test_a_lock_line_quotes(self):
+        for name, path, words in (
+                ('a b', '', "--expect='s:a b=%s' 's:a b'"),
+                ('t', 'a b', "--file='a b' --expect='s:t=%s' s:t"),
+                ('t', '-x', "--file=-x --expect='s:t=%s' s:t")):
+            with self.subTest(name=name, path=path):
+                self.assertEqual(
+                    pf.lock_line('p', self.TOOL._replace(name=name), path),
+                    'p tools lock ' + words % pf.review_token(H1, SAFE))
+        self.assertEqual(pf.lock_line('p', self.TOOL._replace(
+            name='a\nb')), 'p tools list')
+
+
 # ==========================================================================
 # 11. lock
 # ==========================================================================
@@ -4640,9 +5324,8 @@ class Test11Lock(unittest.TestCase):
                    outputSchema={}, description=None)
         self.assertEqual(self.diff(tool(), new), [
             ('title', ['+T']), ('description', ['-Echo text']),
-            ('inputSchema', [' {', '-  "type": "object"',
-                             '+  "type": "string"', ' }']),
-            ('outputSchema', ['+{}'])])
+            ('inputSchema', ['~inputSchema.type: "object" -> "string"']),
+            ('outputSchema', ['+outputSchema: {}'])])
 
     def test_key_order_is_no_difference(self):
         self.assertEqual(self.diff(
@@ -4652,16 +5335,17 @@ class Test11Lock(unittest.TestCase):
     def test_another_type_is_shown(self):
         """What looks alike as lines is shown as JSON."""
         for old, new, lines in (
-                ('5', 5, ['-"5"', '+5']), (True, 'true', ['-true',
-                                                          '+"true"']),
-                ('null', None, ['-null'])):
+                ('5', 5, ['~description: "5" -> 5']),
+                (True, 'true', ['~description: true -> "true"']),
+                (True, 1, ['~description: true -> 1']),
+                ('null', None, ['-null']), (None, '', ['+'])):
             with self.subTest(old=old):
                 self.assertEqual(self.diff(tool(description=old), tool(
                     description=new)), [('description', lines)])
 
     def test_a_new_tool_and_one_without_text(self):
         whole = [('name', ['+echo']), ('description', ['+Echo text']),
-                 ('inputSchema', ['+{', '+  "type": "object"', '+}'])]
+                 ('inputSchema', ['+inputSchema: {"type": "object"}'])]
         self.assertEqual(self.diff(None, tool()), whole)
         self.assertEqual([field for field, _ in self.diff(tool(), None)],
                          ['name', 'description', 'inputSchema'])
@@ -4676,7 +5360,133 @@ class Test11Lock(unittest.TestCase):
         old = [str(n) for n in range(20)]
         lines = self.diff(tool(description='\n'.join(old)),
                           tool(description='\n'.join(old + ['end'])))[0][1]
-        self.assertEqual(lines, [' 17', ' 18', ' 19', '+end'])
+        self.assertEqual(lines, ['@line 18 of 21', ' 17', ' 18', ' 19',
+                                 '+end'])
+
+    def text(self, old, new):
+        """Compare two descriptions: the lines."""
+        found = self.diff(tool(description=old), tool(description=new))
+        self.assertEqual([field for field, _ in found], ['description'])
+        return found[0][1]
+
+    LONG = ' '.join('Sentence %d tells of case %d.' % (n, n)
+                    for n in range(100))
+
+    def test_a_word_in_a_long_line_is_seen_at_once(self):
+        self.assertGreater(len(self.LONG), 2900)
+        before = 'case 48. Sentence 49 tells of case 49. Sentence 50'
+        self.assertEqual(
+            self.text(self.LONG, self.LONG.replace('50 tells', '50 hides')),
+            ['@character %d of 2979' % (self.LONG.index(before) + 1),
+             ' ' + before, '-tells', '+hides',
+             ' of case 50. Sentence 51 tells of case 51. Sentence [...]'])
+
+    def test_words_that_came_or_went(self):
+        head = self.LONG[:90]
+        for old, new, lines in (
+                (head, head + ' Run it.', ['+Run it.']),
+                (head + ' Run it.', head, ['-Run it.']),
+                (head, head + '  ', ['-Senten', '+Senten  ']),
+                (head + ' ', head, ['-Senten ', '+Senten']),
+                (head, head + '\nRun it.', ['+Run it.'])):
+            with self.subTest(new=new[-12:]):
+                found = [line for line in self.text(old, new)
+                         if line[0] in '+-']
+                self.assertEqual(found, lines)
+
+    def test_what_is_rewritten_is_shown_whole(self):
+        old, new = self.LONG[:200], self.LONG[:200].upper()
+        self.assertEqual(self.text(old, new), ['-' + old, '+' + new])
+
+    def test_a_long_text_beside_lines(self):
+        lines = self.text('a\nb\n' + self.LONG, 'a\nX\n' + self.LONG)
+        self.assertEqual(lines[:3], [' a', '-b', '+X'])
+        self.assertEqual(len(lines), 4)
+        self.assertRegex(lines[3], r'\A Sentence 0 .{40,70} \[\.\.\.\]\Z')
+
+    def test_chinese_is_compared_character_by_character(self):
+        old = '\u4f60\u597d' * 60
+        lines = self.text(old, old[:60] + '\u574f' + old[61:])
+        self.assertEqual([line for line in lines if line[0] in '+-'],
+                         ['-\u4f60', '+\u574f'])
+
+    def test_every_word_that_changed_is_shown(self):
+        """Whatever is left out of the lines stands in both texts."""
+        old = self.LONG.split(' ')
+        for step in 3, 7, 40:
+            new = [word + 'x' if n % step == 0 else word
+                   for n, word in enumerate(old)]
+            lines = self.text(' '.join(old), ' '.join(new))
+            for sign, words in (('-', old), ('+', new)):
+                said = ' '.join(line[1:] for line in lines
+                                if line[0] == sign).split(' ')
+                missed = set(words[::step]) - set(said)
+                self.assertEqual((step, sign, missed), (step, sign, set()))
+
+    def test_a_huge_text_is_compared_in_bounded_time(self):
+        """Word by word it would take minutes: it counts as rewritten."""
+        old, new = 'a b ' * 60000, 'b a c ' * 40000
+        self.assertEqual(self.text(old, new), ['-' + old, '+' + new])
+
+    def schema(self, old, new):
+        """Compare two input schemas: the lines."""
+        (field, lines), = self.diff(tool(inputSchema=old),
+                                    tool(inputSchema=new))
+        self.assertEqual(field, 'inputSchema')
+        return [line.replace('inputSchema', '$') for line in lines]
+
+    SCHEMAS = (
+        ({'a': {'b': 'x'}}, {'a': {'b': 'y'}}, ['~$.a.b: "x" -> "y"']),
+        ({'a': 1}, {'a': True}, ['~$.a: 1 -> true']),
+        ({'a': None}, {'a': 0}, ['~$.a: null -> 0']),
+        ({'a': None}, {}, ['-$.a: null']), ({}, {'a': {}}, ['+$.a: {}']),
+        ({'a b': 1, 'c.d': {'"': 2}}, {'a b': 2, 'c.d': {'"': 3}},
+         ['~$["a b"]: 1 -> 2', '~$["c.d"]["\\""]: 2 -> 3']),
+        ({'a': [1]}, {'a': {'b': 1}}, ['-$.a: [1]', '+$.a: {"b": 1}']),
+        ({'a': 1}, {'a': [1]}, ['-$.a: 1', '+$.a: [1]']),
+        ({}, {'a': {'type': 'string', 'description': 'd' * 40}},
+         ['+$.a.description: "%s"' % ('d' * 40), '+$.a.type: "string"']))
+    LISTS = (
+        (['a', 'b'], ['b', 'c'], ['~$.x: - "a", + "c"']),
+        (['a', 'b'], ['b', 'a'],
+         ['~$.x: order changed: ["a", "b"] -> ["b", "a"]']),
+        (['a', 'b'], ['b', 'a', 'c'],
+         ['~$.x: + "c", order changed: ["a", "b"] -> ["b", "a", "c"]']),
+        (['a'], ['a', 'a'], ['~$.x: + "a"']),
+        ([1, '1'], ['1', True], ['~$.x: - 1, + true']),
+        ([], [None], ['~$.x: + null']),
+        ([{'t': 1}, {'t': 2}], [{'t': 1}, {'t': 3}],
+         ['~$.x[1].t: 2 -> 3']),
+        ([{'t': 1}, {'t': 2}], [{'t': 0}, {'t': 1}, {'t': 2}],
+         ['+$.x[0]: {"t": 0}']),
+        ([{'t': 1}, {'t': 2}], [{'t': 2}], ['-$.x[0]: {"t": 1}']),
+        ([{'t': 1}, {'t': 2}], [{'t': 2}, {'t': 1}],
+         ['~$.x: order changed']),
+        ([[1, 2]], [[1, 3]], ['~$.x[0]: - 2, + 3']))
+
+    def test_schemas_are_compared_path_by_path(self):
+        for old, new, lines in self.SCHEMAS + tuple(
+                ({'x': old}, {'x': new}, lines)
+                for old, new, lines in self.LISTS):
+            with self.subTest(old=old, new=new):
+                self.assertEqual(self.schema(old, new), lines)
+
+    def test_a_long_text_in_a_schema(self):
+        lines = self.schema({'d': self.LONG}, {'d': self.LONG.replace(
+            '50 tells', '50 hides')})
+        self.assertEqual((lines[0], lines[3:5]), ('~$.d:', ['-tells',
+                                                            '+hides']))
+
+    def test_notes_name_field_and_character(self):
+        text = pf.definition_text(tool('n\u200b', title='fine', inputSchema={
+            'properties': {'p\u0430th': {'enum': [['\u202e']]}}}))
+        self.assertEqual(
+            [(field, note.split(',')[0])
+             for field, note in pf.definition_notes(text)],
+            [('name', '\\u200b ZERO WIDTH SPACE'),
+             ('inputSchema', '\\u0430 CYRILLIC SMALL LETTER A'),
+             ('inputSchema', '\\u202e RIGHT-TO-LEFT OVERRIDE')])
+        self.assertEqual(pf.definition_notes(''), [])
 
     def test_hints(self):
         self.assertEqual(
@@ -4688,7 +5498,350 @@ class Test11Lock(unittest.TestCase):
              'openWorldHint: false -> absent (riskier)'])
         self.assertEqual(pf.diff_hints(SAFE, dict(SAFE)), [])
         self.assertEqual(pf.diff_hints({}, {'readOnlyHint': True}),
-                         ['readOnlyHint: absent -> true'])
+                         ['readOnlyHint: absent -> true (safer)'])
+        self.assertEqual(
+            pf.diff_hints({'destructiveHint': True},
+                          {'destructiveHint': False}),
+            ['destructiveHint: true -> false (safer)'])
+        self.assertEqual(pf.diff_hints(None, {'readOnlyHint': False}),
+                         ['readOnlyHint: false'])
+
+
+class Test11Contracts(unittest.TestCase):
+    """What is wrong now beside what was: only a move is an event."""
+
+    CHANGED = {'event': 'changed', 'reason': 'tool_changed', 'detail': 'd'}
+    GONE = {'event': 'vanished', 'reason': 'not_found', 'detail': 'e'}
+
+    def test_moves(self):
+        changed, gone = self.CHANGED, self.GONE
+        for before, found, events, after in (
+                ({}, {'a': {}}, [], {}),
+                ({}, {'a': changed}, [('a', 'changed')], {'a': changed}),
+                ({'a': changed}, {'a': changed}, [], {'a': changed}),
+                ({'a': changed}, {'a': gone}, [('a', 'vanished')],
+                 {'a': gone}),
+                ({'a': changed}, {'a': {}}, [('a', 'back')], {}),
+                ({'a': changed}, {}, [], {'a': changed}),
+                ({'a': changed}, {'b': gone}, [('b', 'vanished')],
+                 {'a': changed, 'b': gone})):
+            with self.subTest(before=before, found=found):
+                got, held = pf.contract_moves(before, found)
+                self.assertEqual([(event['id'], event['event'])
+                                  for event in got], events)
+                self.assertEqual(held, after)
+
+    def test_the_values_given_stay_as_they_are(self):
+        before = {'a': self.CHANGED}
+        pf.contract_moves(before, {'a': {}, 'b': self.GONE})
+        self.assertEqual(before, {'a': self.CHANGED})
+
+    def test_an_event_carries_what_is_wrong(self):
+        events, _ = pf.contract_moves({}, {'a': self.CHANGED})
+        self.assertEqual(events, [dict(self.CHANGED, id='a')])
+
+    def test_another_detail_of_the_same_is_no_event(self):
+        newer = dict(self.CHANGED, detail='newer')
+        self.assertEqual(pf.contract_moves({'a': self.CHANGED},
+                                           {'a': newer}),
+                         ([], {'a': newer}))
+
+    def test_every_reason_that_lasts_has_an_event_of_its_own(self):
+        lasting = {code for code, row in pf.REASONS.items()
+                   if not row.retryable} - {
+            'server_not_in_scope', 'missing_annotation', 'policy_filtered'}
+        self.assertEqual(set(pf.REASON_EVENTS), lasting)
+        self.assertEqual(len(set(pf.REASON_EVENTS.values())), len(lasting))
+
+    def test_lines(self):
+        for event, line in (
+                ('changed', 'job: gh:a changed'),
+                ('vanished', 'job: gh:a vanished'),
+                ('pending', 'job: gh:a pending approval'),
+                ('login_needed', 'job: gh:a needs a login'),
+                ('pin_mismatch', 'job: gh:a pin no longer fits'),
+                ('launch_changed', 'job: gh:a launch changed'),
+                ('back', 'job: gh:a is back')):
+            self.assertEqual(pf.contract_line('job', [
+                {'id': 'gh:a', 'event': event}]), line)
+
+    def test_what_is_kept_reads_back_the_same(self):
+        contract = pf.Contract('job', NOW, [['s:\u00e9\ud800', '']], '{}\n',
+                               '/x\u2028', ['/c'], {'a': self.CHANGED}, {})
+        text = pf.contract_text(contract)
+        text.encode('ascii')
+        self.assertEqual(pf.read_contract('job', NOW, text), contract)
+
+
+def a_locked(definition=None, hints=None, is_full=False):
+    """Make what a lockfile holds of a tool that is listed as given."""
+    text = pf.definition_text(definition or tool())
+    return pf.Locked(1, pf.sha256(text), hints or {}, text if is_full else '')
+
+
+def a_lock(launches=None, **more):
+    """Make a Lock of s:t with the launch L; more: other fields of s:t."""
+    given = dict(version=1, hash=H1, hints={}, text='')
+    return pf.Lock('my.lock', launches or {'s': (H2, 'run')},
+                   {'s:t': pf.Locked(**dict(given, **more))})
+
+
+class Test11Lockfile(unittest.TestCase):
+    """The text of a lockfile, and the values it stands for."""
+
+    LOCK = pf.Lock('f', {'s': (H1, "run '***'"), 'b c': (H2, 'http u')}, {
+        's:t': a_locked(hints=SAFE, is_full=True),
+        's:a:b': a_locked(tool('a:b')),
+        'b c:\u00e9 \u202e': a_locked(tool('\u00e9 \u202e'))})
+
+    def text(self, **more):
+        """Write the lock of one tool, as an object that can be damaged."""
+        lock = pf.Lock('f', {'s': (H1, 'run')}, {'s:t': a_locked(
+            is_full=True)})
+        return dict(json.loads(pf.render_lock(lock)), **more)
+
+    def refused(self, data, *parts):
+        """Hold bytes, or a value, to being refused with a path and why."""
+        if not isinstance(data, bytes):
+            data = json.dumps(data).encode('ascii')
+        with self.assertRaises(pf.LockError) as caught:
+            pf.parse_lock('my.lock', data)
+        for part in ('lockfile my.lock: ',) + parts:
+            self.assertIn(part, str(caught.exception))
+        self.assertIn('tools lock', caught.exception.hint)
+        self.assertEqual(caught.exception.path, 'my.lock')
+
+    def test_round_trip(self):
+        data = pf.render_lock(self.LOCK).encode('ascii')
+        self.assertEqual(pf.parse_lock('f', data), self.LOCK)
+
+    def test_the_same_set_is_the_same_bytes(self):
+        """Whatever order it came in; a fact stands on a line of its own."""
+        turned = pf.Lock('g', *({key: table[key] for key in reversed(list(
+            table))} for table in self.LOCK[1:]))
+        text = pf.render_lock(self.LOCK)
+        self.assertEqual(pf.render_lock(turned), text)
+        self.assertEqual(text[-2:], '}\n')
+        found = json.loads(text)
+        for table in found, found['servers'], found['tools']:
+            self.assertEqual(list(table), sorted(table))
+        self.assertEqual(list(found), ['lockfileVersion', 'servers', 'tools'])
+        self.assertEqual(found['tools']['s:a:b'], {
+            'hints': {}, 'pin': 'sha256/v1:' + pf.sha256(
+                pf.definition_text(tool('a:b')))})
+        self.assertIn('\n    "s:a:b": {\n      "hints": {},\n      "pin": "',
+                      text)
+
+    def test_a_server_without_a_tool_is_not_written(self):
+        lock = self.LOCK._replace(launches=dict(self.LOCK.launches, x=(
+            H3, 'y')))
+        self.assertEqual(pf.render_lock(lock), pf.render_lock(self.LOCK))
+
+    def test_definitions_of_any_shape(self):
+        deep = {'a': 1}
+        for _ in range(pf.MAX_DEPTH - 2):
+            deep = {'a': deep}
+        for schema in (deep, {'n': [None, 1.5, 10 ** 30, -1e-7, True]},
+                       {'': '\ud800', '\U0001f600': '"\\'}):
+            lock = pf.Lock('f', {'s': (H1, 'r')}, {'s:t': a_locked(
+                tool(inputSchema=schema), is_full=True)})
+            data = pf.render_lock(lock).encode('ascii')
+            self.assertEqual(pf.parse_lock('f', data), lock)
+
+    def test_what_is_read_too(self):
+        """A BOM and CRLF, which editors and git leave behind."""
+        text = pf.render_lock(self.LOCK)
+        for data in (b'\xef\xbb\xbf' + text.encode('ascii'),
+                     text.replace('\n', '\r\n').encode('ascii')):
+            self.assertEqual(pf.parse_lock('f', data), self.LOCK)
+
+    def test_bytes_that_are_no_lockfile(self):
+        for data, why in (
+                (b'', 'is empty'), (b' \n', 'is empty'),
+                (b'\xff{}', 'is not JSON'), (b'[]', 'no lockfileVersion'),
+                (b'null', 'no lockfileVersion'), (b'{}', 'no lockfileVersion'),
+                (b'{"a": 1, "a": 1}', 'the key "a" stands twice'),
+                (b'{"lockfileVersion": NaN}', 'NaN'),
+                (b'{\n<<<<<<< ours\n"a": 1\n=======\n>>>>>>> theirs\n}',
+                 'merge conflict')):
+            with self.subTest(data=data):
+                self.refused(data, why)
+
+    def test_one_that_is_cut_anywhere(self):
+        data = pf.render_lock(self.LOCK).encode('ascii')
+        for end in range(len(data) - 2):    # the last is a line end
+            self.refused(data[:end])
+
+    def test_the_whole_of_it(self):
+        for more, why in (
+                ({'lockfileVersion': 2}, 'has lockfileVersion 2, this'),
+                ({'lockfileVersion': '1'}, 'has lockfileVersion "1"'),
+                ({'lockfileVersion': None}, 'has lockfileVersion null'),
+                ({'servers': None}, 'servers must be an object'),
+                ({'servers': []}, 'servers must be an object'),
+                ({'tools': []}, 'tools must be an object'),
+                ({'tools': {}}, 'locks no tool'),
+                ({'servers': {}}, 'has no launch of server s'),
+                ({'more': 1}, 'has a key it cannot have: more')):
+            with self.subTest(more=more):
+                self.refused(self.text(**more), why)
+
+    def test_a_launch(self):
+        for raw in (None, {}, {'digest': H1}, {'launch': 'run'},
+                    {'digest': H1, 'launch': 1}, {'digest': 'x' * 64,
+                                                  'launch': 'run'},
+                    {'digest': H1[1:], 'launch': 'run'},
+                    {'digest': H1 + '\n', 'launch': 'run'},
+                    {'digest': H1, 'launch': 'run', 'more': 1}):
+            with self.subTest(raw=raw):
+                self.refused(self.text(servers={'s': raw}), 'servers.s must')
+
+    def test_a_tool(self):
+        good = self.text()['tools']['s:t']
+        for more, why in (
+                ({'pin': None}, 'the pin is not'), ({'pin': 'x'}, 'the pin'),
+                ({'hints': None}, 'hints must'),
+                ({'hints': {'readOnlyHint': 1}}, 'hints must'),
+                ({'hints': {'other': True}}, 'hints must'),
+                ({'definition': None}, 'not the one that its pin names'),
+                ({'definition': {}}, 'not the one that its pin names'),
+                ({'definition': dict(good['definition'], description='!')},
+                 'not the one that its pin names'),
+                ({'more': 1}, 'must have pin, hints and')):
+            with self.subTest(more=more):
+                self.refused(self.text(tools={'s:t': dict(good, **more)}),
+                             'tools.s:t', why)
+        for raw in None, [], {}, {'pin': good['pin']}, {'hints': {}}:
+            with self.subTest(raw=raw):
+                self.refused(self.text(tools={'s:t': raw}), 'must have pin')
+        for name in 's', ':t', 's:', 's: t', ' s:t', '':
+            with self.subTest(name=name):
+                self.refused(self.text(tools={name: good}), 'is not an id')
+
+
+class Test11Snapshot(unittest.TestCase):
+    """A snapshot is exactly what `state export` writes, or is refused."""
+
+    def table(self):
+        """Make a snapshot of one server with one approved tool."""
+        text = pf.definition_text(tool())
+        digest, at = pf.sha256(text), pf.format_time(NOW)
+        return {
+            'snapshot_version': 1, 'hash_version': pf.HASH_VERSION,
+            'exported_at': at, 'definitions': {digest: json.loads(text)},
+            'servers': {'s': {
+                'launch': {'digest': H1, 'text': 'run', 'known': True,
+                           'baselined': True},
+                'seen': {'state': 'ready', 'cause': '', 'detail': '',
+                         'since': at, 'observed_at': at, 'listed_at': None,
+                         'protocol': None, 'era': None, 'ttl': 0,
+                         'refused': {}, 'expires_at': None},
+                'tools': [{'name': 'echo', 'listed': True, 'hash': digest,
+                           'hints': dict(SAFE), 'flaw': '',
+                           'first_seen': at, 'last_seen': at}],
+                'approved': [{'name': 'echo', 'hash': digest, 'hints': {},
+                              'at': at}],
+                'blocks': {'echo': at},
+                'switches': {'enabled': {'value': False, 'over': True,
+                                         'at': at}}}}}
+
+    def read(self, table):
+        """Seal a snapshot and read it back."""
+        sealed = dict(table, sha256=pf.snapshot_digest(table))
+        return pf.read_snapshot('F', json.dumps(sealed, indent=2).encode())
+
+    def set(self, table, path, value):
+        """Set what stands at a path of keys, or take it out."""
+        for key in path[:-1]:
+            table = table[key]
+        if value is None:
+            del table[path[-1]]
+        else:
+            table[path[-1]] = value
+
+    def test_what_is_whole_is_read(self):
+        table = self.table()
+        found = self.read(table)
+        self.assertEqual(found.pop('sha256'), pf.snapshot_digest(table))
+        self.assertEqual(found, table)
+
+    S = ('servers', 's')
+    WRONG = (
+        (('exported_at',), 'yesterday'), (('exported_at',), None),
+        (('more',), 1), (('servers',), []), (('servers', ' '), {}),
+        (S, {}), (S + ('seen', 'state'), 'fine'),
+        (S + ('seen', 'observed_at'), NOW), (S + ('seen', 'ttl'), True),
+        (S + ('seen', 'ttl'), -1), (S + ('seen', 'ttl'), 1.5),
+        (S + ('seen', 'observed_at'), '2026-13-01T00:00:00.000Z'),
+        (S + ('seen', 'observed_at'), '2026-01-01'),
+        (S + ('seen', 'refused'), {'a': 1}), (S + ('seen', 'more'), 1),
+        (S + ('launch', 'digest'), 'A' * 64),
+        (S + ('launch', 'known'), 1), (S + ('launch', 'text'), None),
+        (S + ('tools', 0, 'listed'), 1), (S + ('tools', 0, 'name'), ''),
+        (S + ('tools', 0, 'name'), 'a\ud800'),
+        (S + ('tools', 0, 'name'), 'a\0'),
+        (S + ('tools', 0, 'hash'), H1), (S + ('tools', 0, 'flaw'), 'both'),
+        (S + ('tools', 0, 'hints'), {'readOnlyHint': 'true'}),
+        (S + ('tools', 0, 'hints'), {'otherHint': True}),
+        (S + ('tools', 0, 'name'), 'other'), (S + ('tools',), {}),
+        (S + ('approved', 0, 'hash'), H2), (S + ('approved', 0), []),
+        (S + ('approved', 0, 'name'), 'other'),
+        (S + ('blocks', 'echo'), 5), (S + ('blocks', ''), 'x'),
+        (S + ('switches', 'other'), {'value': True, 'over': False,
+                                     'at': pf.format_time(NOW)}),
+        (S + ('switches', 'enabled', 'value'), 0),
+        (('definitions', H1), {'name': 'x', 'v': 1}),
+        (('definitions',), {}))
+
+    def test_what_is_not_of_its_shape_is_refused_and_named(self):
+        for path, value in self.WRONG:
+            table = self.table()
+            self.set(table, path, value)
+            with self.subTest(path=path, value=value):
+                with self.assertRaises(pf.UsageError) as caught:
+                    self.read(table)
+                self.assertTrue(str(caught.exception).startswith(
+                    'snapshot F '))
+                self.assertIn('Nothing was changed', caught.exception.hint)
+
+    def test_a_tool_stands_in_it_once(self):
+        for key in ('tools', 'approved'):
+            table = self.table()
+            table['servers']['s'][key] *= 2
+            with self.assertRaises(pf.UsageError) as caught:
+                self.read(table)
+            self.assertIn('has a tool twice', str(caught.exception))
+
+    def test_a_definition_is_of_this_way_to_hash(self):
+        for more in ({'v': 2}, {'v': 1, 'title': None}, {'v': 1, 'x': 1}):
+            text = dict({'name': 'echo'}, **more)
+            table = self.table()
+            table['definitions'][pf.sha256(pf.canonical(text))] = text
+            with self.subTest(more), self.assertRaises(pf.UsageError):
+                self.read(table)
+
+    def test_another_version_is_said_before_all_else(self):
+        for key in ('snapshot_version', 'hash_version'):
+            for value in (99, True, '1', 1.5):
+                table = dict(self.table(), servers=7, **{key: value})
+                with self.subTest(key, value=value):
+                    with self.assertRaises(pf.UsageError) as caught:
+                        self.read(table)
+                    self.assertIn('has %s %s' % (key, value),
+                                  str(caught.exception))
+
+    def test_any_edit_is_found(self):
+        table = self.table()
+        text = json.dumps(dict(table, sha256=pf.snapshot_digest(table)))
+        for old, new in (('"ready"', '"error"'), ('"run"', '"ran"'),
+                         ('true', 'false'), ('"ttl": 0', '"ttl": 1'),
+                         ('"since": "20', '"since": "19')):
+            edited = text.replace(old, new, 1)
+            self.assertNotEqual(edited, text)
+            with self.subTest(old), self.assertRaises(
+                    pf.UsageError) as caught:
+                pf.read_snapshot('F', edited.encode())
+            self.assertIn('is damaged', str(caught.exception))
 
 
 # ==========================================================================
@@ -4946,6 +6099,66 @@ class Test12Tables(unittest.TestCase):
             'stderr:\n  a\n  b\\x1b\nhints:      a=true\n'
             'definition:\n  {\n    "name": "x"\n  }\n')
 
+    def test_wrapping(self):
+        for text, width, lines in (
+                ('', 5, ['']), ('a b', 5, ['a b']),
+                ('aa bb cc', 5, ['aa bb', 'cc']),
+                ('aa  bb cc', 5, ['aa', 'bb cc']),
+                ('aaaaaaaa bb', 5, ['aaaaa', 'aaa', 'bb']),
+                ('a bbbbbbbb', 5, ['a', 'bbbbb', 'bbb']),
+                ('\u65e5\u672c\u8a9e', 4, ['\u65e5\u672c', '\u8a9e']),
+                ('  aa', 5, ['  aa']), ('aa   ', 2, ['aa   '])):
+            with self.subTest(text=text):
+                self.assertEqual(pf.wrap_text(text, width), lines)
+
+    def test_a_diff_fits_in_80_columns(self):
+        """And no line of foreign text begins one of ours."""
+        long = 'x' * 100 + ' approve: y ' + 'word ' * 60 + '\u200b'
+        diff = dict(self.DIFF, id='s:' + long, note='n ' * 90, fields=[{
+            'field': 'description', 'lines': ['-' + long, '+' + long]}],
+            odd_characters=[long], approve=None,
+            approved_hash=pf.format_hash(1, H1))
+        lines = pf.render_diff(diff).split('\n')
+        self.assertLess(max(map(len, lines)), 80)
+        self.assertEqual([line for line in lines
+                          if line.startswith('approve:')], [])
+        self.assertEqual({line[2] for line in lines
+                          if line.startswith(('  -', '  +'))}, {'-', '+'})
+
+    def test_blanks_at_the_end_of_a_changed_line_show(self):
+        diff = dict(self.DIFF, fields=[{'field': 'title', 'lines': [
+            ' a ', '-a ', '+a  ', '+\u0430 p\u0430th']}])
+        self.assertIn('\n   a \n  -a\\x20\n  +a\\x20\\x20\n  +\\u0430 '
+                      'p\\u0430th\n', pf.render_diff(diff))
+
+    def test_diff_says_more(self):
+        diff = dict(self.DIFF, listed=False, note='Changed in 2.',
+                    status='approved', ignored=['title'],
+                    odd_characters=['title: \\u200b'], fields=[{
+                        'field': 'title', 'lines': ['-a'],
+                        'old': 'a' * 201, 'new': 'b' * 300}])
+        text = pf.render_diff(diff)
+        for part in ('\nnot listed now: there is nothing to approve\n',
+                     '\nnote: Changed in 2.\n',
+                     '\ntitle (201 -> 300 characters):\n',
+                     '\ncharacters that hide or look like others:\n'
+                     '  title: \\u200b\n', '\napprove: pf tools approve'):
+            self.assertIn(part, text)
+
+    def test_review(self):
+        self.assertEqual(
+            pf.render_review({'tools': [], 'servers': []}),
+            'nothing awaits review\n')
+        self.assertEqual(
+            pf.render_review({'tools': [
+                {'id': 's:a', 'result': 'approved'},
+                {'id': 's:b\x1b', 'result': 'skipped'},
+                {'id': 's:c', 'result': 'approved'}], 'servers': [
+                {'server': 'z', 'why': 'W\x1b.', 'approve': 'pf x'}]}),
+            'RESULT    ID\napproved  s:a\nskipped   s:b\\x1b\n'
+            'approved  s:c\n2 approved, 1 skipped\n\nW\\x1b.\n'
+            '  approve it: pf x\n')
+
     DIFF = {'id': 's:t', 'status': 'changed', 'why': 'w', 'hash': 'H',
             'approved_hash': 'G', 'fields': [{
                 'field': 'description', 'lines': ['-a', '+b\x1b']}],
@@ -5006,7 +6219,15 @@ class Test12Tables(unittest.TestCase):
                 (line('sync', 'success', server='s', state='ready'),
                  'ready s'),
                 (line('approval', 'success', action='approve',
-                      tools=['s:a', 's:b']), 'approve s:a, s:b')):
+                      tools=['s:a', 's:b']), 'approve s:a, s:b'),
+                (line('contract', 'success', action='added', contract='job',
+                      tools=['s:a']), 'added job'),
+                (line('contract', 'blocked', contract='job', server='s',
+                      tools=[{'id': 's:a', 'event': 'changed'},
+                             {'id': 's:b', 'event': 'back'}]),
+                 'job: s:a changed, s:b is back'),
+                (line('preflight', 'success', ids_count=2, reasons={},
+                      contract='job'), 'job: ready (2 ids)')):
             self.assertEqual(found, text)
 
     def test_activities(self):
@@ -5360,7 +6581,8 @@ class Test15Store(WorldCase):
         for name, data in kept.items():
             self.write('state/' + name, data)
         self.bump()
-        self.assertEqual(self.count('meta'), 2)
+        self.assertEqual(self.raw().execute(
+            "select count(*) from meta where key='mark'").fetchone()[0], 0)
 
     def test_it_is_wal_and_synced(self):
         con = self.store().connect()
@@ -5520,6 +6742,23 @@ class Test15Store(WorldCase):
             self.assertEqual(pf.load_homes_of(con, 'tool_007'),
                              [('s', '/c.json')])
 
+    def test_moves_are_counted_in_the_last_looks(self):
+        """So that a server that was mended is no longer named."""
+        with self.store() as store, store.write() as con:
+            pf.take_lease(con, 's', '/c.json', (1, 2, 'd', 'me'))
+            row = pf.load_link(con, 's', '/c.json')[0]
+            moves = []
+            for n in range(55):
+                text = n // 2 if n < 30 else 'rests'
+                pf.save_tools(con, row, [pf.Definition(
+                    't', pf.sha256(str(text)), 'x', {}, '')], [], 1)
+                moves.append(pf.load_tools(con, row, 's', 'd')['t'].moves)
+        self.assertEqual(moves[:5], [(0, 1), (0, 2), (1, 3), (1, 4), (2, 5)])
+        self.assertEqual(moves[29], (10, 20))
+        self.assertEqual([pf.is_restless(a_tool(moves=found)) for found in (
+            moves[29], moves[40], moves[-1])], [True, False, False])
+        self.assertEqual(moves[-1], (0, 20))
+
     def test_a_read_is_one_snapshot(self):
         self.bump()
         store = self.store()
@@ -5637,6 +6876,407 @@ class Test15Store(WorldCase):
         self.assertEqual(sorted(row['request_id'] for row in rows),
                          sorted('r%d' % n for n in range(20)))
         self.assertTrue(self.do('activity', 'verify')['ok'])
+
+
+# The store of a job with two servers, made by the program of schema 1, in
+# /here. notes: add is approved, find changed, drop blocked, late pending,
+# old has vanished; docs is switched off; nightly is an agent's token.
+SCHEMA_1 = r'''
+CREATE TABLE meta(key text primary key, value) without rowid;
+CREATE TABLE server(id integer primary key, name text not null,
+  file text not null, launch text, state text not null default '',
+  cause text, detail text, since integer, observed_at integer,
+  listed_at integer, protocol text, era text, ttl integer, stderr text,
+  refused text, lease_at integer, lease_until integer, lease_launch text,
+  lease_owner text, expires_at integer, unique(name, file));
+CREATE TABLE tool(server integer not null, name text not null,
+  listed integer not null, hash text not null, version integer not null,
+  hints text not null, flaw text not null, changes integer not null,
+  first_seen integer not null, last_seen integer not null,
+  primary key(server, name)) without rowid;
+CREATE INDEX tool_name on tool(name, server, listed);
+CREATE TABLE definition(hash text primary key, text text not null);
+CREATE TABLE launch(server text not null, digest text not null,
+  text text not null, how text not null, at integer not null,
+  baselined integer not null, primary key(server, digest)) without rowid;
+CREATE TABLE approved(server text not null, launch text not null,
+  name text not null, hash text not null, version integer not null,
+  hints text not null, at integer not null, how text not null,
+  primary key(server, launch, name)) without rowid;
+CREATE TABLE block(server text not null, name text not null,
+  at integer not null, primary key(server, name)) without rowid;
+CREATE TABLE switch(server text not null, file text not null,
+  key text not null, value integer not null, over integer not null,
+  at integer not null, primary key(server, file, key)) without rowid;
+CREATE TABLE activity(seq integer primary key, at integer not null,
+  request_id text not null, type text not null, status text not null,
+  body text not null, hash text not null);
+CREATE TABLE token(name text primary key, digest text not null unique,
+  servers text, profile text, required text not null, at integer not null,
+  expires_at integer) without rowid;
+CREATE INDEX activity_at on activity(at);
+CREATE INDEX activity_request on activity(request_id);
+insert into meta values('generation', 19);
+insert into meta values('schema', 1);
+insert into meta values('token_key',
+  '0a1cb0deeb8bfbd8c4f25a792d7758411e04af2c0088b894ce21561a3a026e81');
+insert into server values(1, 'notes', '/here/config.json',
+  'd511a2a052e80205fcac7274b231d0d65af8ea1aeb66d50c0556564fb79accee',
+  'ready', '', '', 1750000003000, 1750000007000, 1750000007000,
+  '2025-11-25', 'handshake', 0, '', '{}', null, null, null, null, null);
+insert into server values(2, 'docs', '/here/config.json',
+  '468f1c8617b5dd0377fb2bbf0279f582ab96f2bce8af754008e2e6e19b06015a',
+  'ready', '', '', 1750000004000, 1750000004000, 1750000004000,
+  '2025-11-25', 'handshake', 0, '', '{}', null, null, null, null, null);
+insert into tool values(1, 'add', 1,
+  '4f1478402dae4d1ced392e6f92a16791261bd16bfd0a4bb2940c14398305c0f5', 1,
+  '{}', '', 0, 1750000003000, 1750000007000);
+insert into tool values(1, 'drop', 1,
+  'f77a56e8d65af864c4906e6805d1d5ca67ea42fc4086fa531a6b351bffa528d4', 1,
+  '{}', '', 0, 1750000003000, 1750000007000);
+insert into tool values(1, 'find', 1,
+  'e99d18b6223c66fca47fa26875245be5d7394bb481e2bf75ec9652bef04f650e', 1,
+  '{"readOnlyHint":true}', '', 1, 1750000003000, 1750000007000);
+insert into tool values(1, 'late', 1,
+  'a69ad52fe0bd4293b5ef71a6875735b359f4242262bd63a283caab8e86c4e21b', 1,
+  '{}', '', 0, 1750000007000, 1750000007000);
+insert into tool values(1, 'old', 0,
+  '75ec4410bb8a649e5f76fdbc46762ee099242ffc5037f404120c63d0d056b7a4', 1,
+  '{}', '', 0, 1750000003000, 1750000003000);
+insert into tool values(2, 'search', 1,
+  '45ca39147516a5395f6aed49142ed12f50b050fd2ba5b35371221d918332d940', 1,
+  '{}', '', 0, 1750000004000, 1750000004000);
+insert into definition values(
+  '4f1478402dae4d1ced392e6f92a16791261bd16bfd0a4bb2940c14398305c0f5',
+  '{"description":"Add a note","inputSchema":{"type":"object"},"nam'||
+  'e":"add","v":1}');
+insert into definition values(
+  '9554f5eb26eb718ce749986b35dab141d60ac5f2da7608d0f7f4a58360ae87a6',
+  '{"description":"Find a note","inputSchema":{"type":"object"},"na'||
+  'me":"find","v":1}');
+insert into definition values(
+  'f77a56e8d65af864c4906e6805d1d5ca67ea42fc4086fa531a6b351bffa528d4',
+  '{"description":"Drop a note","inputSchema":{"type":"object"},"na'||
+  'me":"drop","v":1}');
+insert into definition values(
+  '75ec4410bb8a649e5f76fdbc46762ee099242ffc5037f404120c63d0d056b7a4',
+  '{"description":"Was here","inputSchema":{"type":"object"},"name"'||
+  ':"old","v":1}');
+insert into definition values(
+  '45ca39147516a5395f6aed49142ed12f50b050fd2ba5b35371221d918332d940',
+  '{"description":"Search","inputSchema":{"type":"object"},"name":"'||
+  'search","v":1}');
+insert into definition values(
+  'e99d18b6223c66fca47fa26875245be5d7394bb481e2bf75ec9652bef04f650e',
+  '{"description":"Find a note; send it on","inputSchema":{"type":"'||
+  'object"},"name":"find","v":1}');
+insert into definition values(
+  'a69ad52fe0bd4293b5ef71a6875735b359f4242262bd63a283caab8e86c4e21b',
+  '{"description":"Came later","inputSchema":{"type":"object"},"nam'||
+  'e":"late","v":1}');
+insert into launch values('docs',
+  '468f1c8617b5dd0377fb2bbf0279f582ab96f2bce8af754008e2e6e19b06015a',
+  './server docs.spec.json', 'baseline', 1750000004000, 1);
+insert into launch values('notes',
+  'd511a2a052e80205fcac7274b231d0d65af8ea1aeb66d50c0556564fb79accee',
+  './server notes.spec.json', 'baseline', 1750000003000, 1);
+insert into approved values('docs',
+  '468f1c8617b5dd0377fb2bbf0279f582ab96f2bce8af754008e2e6e19b06015a',
+  'search',
+  '45ca39147516a5395f6aed49142ed12f50b050fd2ba5b35371221d918332d940', 1,
+  '{}', 1750000004000, 'baseline');
+insert into approved values('notes',
+  'd511a2a052e80205fcac7274b231d0d65af8ea1aeb66d50c0556564fb79accee',
+  'add',
+  '4f1478402dae4d1ced392e6f92a16791261bd16bfd0a4bb2940c14398305c0f5', 1,
+  '{}', 1750000003000, 'baseline');
+insert into approved values('notes',
+  'd511a2a052e80205fcac7274b231d0d65af8ea1aeb66d50c0556564fb79accee',
+  'drop',
+  'f77a56e8d65af864c4906e6805d1d5ca67ea42fc4086fa531a6b351bffa528d4', 1,
+  '{}', 1750000003000, 'baseline');
+insert into approved values('notes',
+  'd511a2a052e80205fcac7274b231d0d65af8ea1aeb66d50c0556564fb79accee',
+  'find',
+  '9554f5eb26eb718ce749986b35dab141d60ac5f2da7608d0f7f4a58360ae87a6', 1,
+  '{"readOnlyHint":true}', 1750000003000, 'baseline');
+insert into approved values('notes',
+  'd511a2a052e80205fcac7274b231d0d65af8ea1aeb66d50c0556564fb79accee',
+  'old',
+  '75ec4410bb8a649e5f76fdbc46762ee099242ffc5037f404120c63d0d056b7a4', 1,
+  '{}', 1750000003000, 'baseline');
+insert into block values('notes', 'drop', 1750000009000);
+insert into switch values('docs', '/here/config.json', 'enabled', 0, 1,
+  1750000010000);
+insert into activity values(1, 1750000003000, '', 'sync', 'success',
+  '{"id":"01977420e7b8-00000001","type":"sync","source":"cli","time'||
+  'stamp":"2025-06-15T15:06:43.000Z","request_id":"","actor":"opera'||
+  'tor","status":"success","metadata":{"server":"notes","state":"re'||
+  'ady","cause":"","added":[],"changed":[],"vanished":[],"approved"'||
+  ':["notes:add","notes:find","notes:drop","notes:old"],"baseline":'||
+  'true}}',
+  '5c7964a61641e6deb741ee14e5416aaa25201c9749127a408b6172b0cba8f53a');
+insert into activity values(2, 1750000004000, '', 'sync', 'success',
+  '{"id":"01977420eba0-00000002","type":"sync","source":"cli","time'||
+  'stamp":"2025-06-15T15:06:44.000Z","request_id":"","actor":"opera'||
+  'tor","status":"success","metadata":{"server":"docs","state":"rea'||
+  'dy","cause":"","added":[],"changed":[],"vanished":[],"approved":'||
+  '["docs:search"],"baseline":true}}',
+  '60dc538529ea262dd8b3b769ecb63a6f4f760a34298bf5160d343e109c51142c');
+insert into activity values(3, 1750000007000, '', 'sync', 'success',
+  '{"id":"01977420f758-00000003","type":"sync","source":"cli","time'||
+  'stamp":"2025-06-15T15:06:47.000Z","request_id":"","actor":"opera'||
+  'tor","status":"success","metadata":{"server":"notes","state":"re'||
+  'ady","cause":"","added":["notes:late"],"changed":["notes:find"],'||
+  '"vanished":["notes:old"],"approved":[],"baseline":false}}',
+  '1a5109deaf062c2cba855501f282978ab3aced0232f6ec582bff976233bf4834');
+insert into activity values(4, 1750000009000, '', 'approval', 'success',
+  '{"id":"01977420ff28-00000004","type":"approval","source":"cli","'||
+  'timestamp":"2025-06-15T15:06:49.000Z","request_id":"","actor":"o'||
+  'perator","status":"success","metadata":{"action":"block","tools"'||
+  ':["notes:drop"]}}',
+  'b20bbe70d76225fcfe76ac9db880e4c10b31c41732b5cebfeeefe51ec7d220b7');
+insert into activity values(5, 1750000011000, '', 'server', 'success',
+  '{"id":"0197742106f8-00000005","type":"server","source":"cli","ti'||
+  'mestamp":"2025-06-15T15:06:51.000Z","request_id":"","actor":"ope'||
+  'rator","status":"success","metadata":{"action":"disabled","serve'||
+  'r":"docs"}}',
+  'ef7cc546b2eb985c6d0a1d900283d5e20c301da8d0f620b0c2fc2f96953fffc6');
+insert into activity values(6, 1750000013000, '', 'token', 'success',
+  '{"id":"019774210ec8-00000006","type":"token","source":"cli","tim'||
+  'estamp":"2025-06-15T15:06:53.000Z","request_id":"","actor":"oper'||
+  'ator","status":"success","metadata":{"action":"create","token":"'||
+  'nightly"}}',
+  'a9e2867f1f922428de06d912631d34590e71cb9b1cfb7c5ac61592497ade6c6b');
+insert into activity values(7, 1750000015000,
+  'dc876b10-3c8b-405d-9da3-c7b09684da1d', 'preflight', 'blocked',
+  '{"id":"019774211698-00000007","type":"preflight","source":"cli",'||
+  '"timestamp":"2025-06-15T15:06:55.000Z","request_id":"dc876b10-3c'||
+  '8b-405d-9da3-c7b09684da1d","actor":"operator","status":"blocked"'||
+  ',"metadata":{"verdict":"unknown_ids","ids_count":6,"reasons":{"t'||
+  'ool_changed":1,"tool_blocked_by_user":1,"tool_pending_approval":'||
+  '1,"not_found":1,"server_disabled":1},"per_tool":[{"id":"notes:ad'||
+  'd","status":"ready"},{"id":"notes:find","status":"unavailable","'||
+  'reason":"tool_changed"},{"id":"notes:drop","status":"unavailable'||
+  '","reason":"tool_blocked_by_user"},{"id":"notes:late","status":"'||
+  'unavailable","reason":"tool_pending_approval"},{"id":"notes:old"'||
+  ',"status":"unavailable","reason":"not_found"},{"id":"docs:search'||
+  '","status":"unavailable","reason":"server_disabled"}]}}',
+  'b23e559b8c545adc036adae580ba882d0a12712872e4e5afd754f57e17efbd22');
+insert into token values('nightly',
+  'dfd69703514f189b35893438b52315cf57c45f0b3307668837f3a374b079e539',
+  '["notes"]', null, '[]', 1750000012000, null);
+'''
+OLD_SECRET = ('pfl_agt_32e6e32cca74a0c3fc5a1ac05e05064f'
+              '1413daebf48310a830b01da2b39b35e1')
+
+
+class Test15Upgrade(WorldCase):
+    """A store of every earlier version opens, and keeps what it holds."""
+
+    IDS = ('notes:add', 'notes:find', 'notes:drop', 'notes:late',
+           'notes:old', 'docs:search')
+    REASONS = ['ready', 'tool_changed', 'tool_blocked_by_user',
+               'tool_pending_approval', 'not_found', 'server_disabled']
+
+    def setUp(self):
+        super().setUp()
+        self.configure({name: {'command': './server', 'args': [
+            name + '.spec.json']} for name in ('notes', 'docs')},
+            max_age='0')
+        os.mkdir(self.home, 0o700)
+        self.raw().executescript(SCHEMA_1.replace('/here', self.dir))
+
+    def reasons(self, *words):
+        """Check all of the fixture's tools; their reasons."""
+        return [answer.reason or 'ready' for answer in self.do(
+            'tools', 'preflight', *self.IDS + words).answers]
+
+    def columns(self, home):
+        """Give what a database is made of: columns and indexes."""
+        path = os.path.join(home, 'preflight.db')
+        with contextlib.closing(sqlite3.connect(path)) as con:
+            names = con.execute('select name, type from sqlite_master '
+                                'order by name').fetchall()
+            return {name: con.execute('pragma %s_info(%s)' % (
+                kind, name)).fetchall() for name, kind in names}
+
+    def versions(self):
+        """Give the hash versions of all rows, seen and approved."""
+        return {row[0] for row in self.raw().execute(
+            'select version from tool union select version from approved')}
+
+    def meta(self, key):
+        """Give one value of the meta table."""
+        return self.raw().execute('select value from meta where key=?',
+                                  (key,)).fetchone()
+
+    def look(self, *tools):
+        """Have a server notes with these tools, and look at it."""
+        self.serve('notes', tools=list(tools))
+        os.chmod(self.write('server', '#!/bin/sh\nexec %s -I -S fake.py '
+                            '"$@"\n' % sys.executable), 0o755)
+        return self.do('sync', 'notes')[0][0]
+
+    def test_its_verdicts_are_what_they_were(self):
+        self.assertEqual(self.reasons(), self.REASONS)
+        self.assertEqual(self.meta('schema'), (pf.SCHEMA_VERSION,))
+
+    def test_its_chain_verifies(self):
+        found = self.do('activity', 'verify', '--expect-head', re.findall(
+            "'([0-9a-f]{64})'", SCHEMA_1.split('insert into token')[0])[-1])
+        self.assertEqual((found['ok'], found['records']), (True, 7))
+
+    def test_moves_are_counted_anew(self):
+        """They were a plain count, of nobody knows how many looks."""
+        old = self.raw().execute('select max(changes) from tool').fetchone()
+        self.assertGreater(old[0], 0)
+        with self.store() as store, store.read() as con:
+            for name in 'notes', 'docs':
+                row = pf.load_link(con, name, self.config)[0]
+                self.assertEqual({found.moves for found in pf.load_tools(
+                    con, row, name, '').values()}, {(0, 0)})
+
+    def test_its_tokens_are_good(self):
+        with self.store() as store, store.write() as con:
+            found = pf.load_token(con, pf.hash_token(con, self.world(),
+                                                     OLD_SECRET))
+        self.assertEqual((found.name, found.servers), ('nightly', ['notes']))
+
+    def test_what_vanished_is_approved_when_it_is_back(self):
+        row = self.look(tool('add', 'Add a note'), tool('old', 'Was here'),
+                        tool('find', 'Find a note', annotations={
+                            'readOnlyHint': True}))
+        self.assertEqual((row.state, row.tools), ('ready', 3), row)
+        self.assertEqual(self.reasons()[:2] + self.reasons()[4:5],
+                         ['ready'] * 3)
+
+    def test_it_has_the_columns_of_a_new_one(self):
+        self.reasons()
+        fresh = self.path('fresh')
+        with pf.Store(fresh, self.world()) as store, store.read():
+            pass
+        self.assertEqual(self.columns(self.home), self.columns(fresh))
+
+    def test_thirty_processes_may_upgrade_it_at_once(self):
+        out, into = os.pipe()
+
+        def start():
+            os.close(into)
+            os.read(out, 1)
+            return self.reasons()
+        closing = threading.Timer(0.1, os.close, (into,))
+        closing.start()
+        found = self.forked(*[start] * 30)
+        closing.join()
+        os.close(out)
+        self.assertEqual(found, [self.REASONS] * 30)
+        self.assertTrue(self.do('activity', 'verify')['ok'])
+
+    def test_a_cut_off_upgrade_leaves_the_old_one_whole(self):
+        pid = quiet_fork()
+        if not pid:
+            pf.save_meta = lambda *given: os.kill(os.getpid(),
+                                                  signal.SIGKILL)
+            self.reasons()
+        self.assertEqual(os.waitpid(pid, 0)[1], signal.SIGKILL)
+        self.assertEqual(self.meta('schema'), (1,))
+        self.assertNotIn('contract', self.columns(self.home))
+        self.assertEqual(self.reasons(), self.REASONS)
+
+    def test_a_failed_upgrade_leaves_the_old_one_whole(self):
+        before = self.columns(self.home)
+        self.patch('UPGRADES', pf.UPGRADES + ('create table tool(x)',))
+        self.patch('SCHEMA_VERSION', pf.SCHEMA_VERSION + 1)
+        said = self.refused('tools', 'list')
+        self.assertIn('already exists', said)
+        self.assertEqual(self.columns(self.home), before)
+        self.assertEqual(self.meta('schema'), (1,))
+
+    def test_who_may_not_write_is_told_who_upgrades_it(self):
+        os.chmod(self.dir, 0o755)
+        os.chmod(self.home, 0o755)
+        os.chmod(os.path.join(self.home, 'preflight.db'), 0o644)
+        said = self.as_other(lambda: self.do('tools', 'list'))
+        self.assertIn('permission denied', said)
+        self.assertIn('An earlier version made it', said)
+        self.assertEqual(self.meta('schema'), (1,))
+
+    def test_one_of_a_newer_hash_version_is_refused(self):
+        self.reasons()
+        self.raw().execute("update meta set value=? where key="
+                           "'hash_version'", (pf.HASH_VERSION + 1,))
+        self.assertIn('hash version %d' % (pf.HASH_VERSION + 1),
+                      self.refused('tools', 'list'))
+
+    def test_an_upgrade_of_what_a_newer_program_made_undoes_nothing(self):
+        store = self.store()
+        with mock.patch.object(pf.Store, '_upgrade'):
+            store.connect()
+        self.raw().execute("update meta set value=99 where key='schema'")
+        store._upgrade()
+        self.assertEqual(self.meta('schema'), (99,))
+
+    # What an upgrade of the hash does
+
+    def test_equal_text_stays_approved_under_another_hash_version(self):
+        self.patch('HASH_VERSION', 2)
+        self.assertEqual(self.reasons(), self.REASONS)
+        self.assertEqual((self.versions(), self.meta('hash_version')),
+                         ({2}, (2,)))
+
+    def test_the_next_look_finds_what_was_hashed_anew(self):
+        self.reasons()          # of version 1, and up to date
+        self.patch('HASH_VERSION', 2)
+        row = self.look(tool('add', 'Add a note'), tool('drop',
+                                                        'Drop a note'))
+        self.assertEqual((row.state, row.changed, row.added),
+                         ('ready', [], []))
+        self.assertEqual(self.reasons()[0], 'ready')
+
+    def test_a_pin_of_another_version_says_so(self):
+        pin = 'notes:add=%s' % self.do('tools', 'show', 'notes:add')['hash']
+        self.assertEqual(self.reasons('--pin', pin)[0], 'ready')
+        self.patch('HASH_VERSION', 2)
+        answer = self.do('tools', 'preflight', 'notes:add', '--pin',
+                         pin).answers[0]
+        self.assertEqual(answer.reason, 'hash_mismatch')
+        self.assertIn('the pin must be renewed', answer.detail)
+
+    def test_what_cannot_be_hashed_anew_is_changed(self):
+        for change in ("delete from definition where text like '%Add a%'",
+                       "update definition set text=replace(text, 'Add a', "
+                       "'Sell a')"):
+            self.raw().execute(change)
+        self.patch('HASH_VERSION', 2)
+        self.assertEqual(self.reasons(), ['tool_changed']
+                         + self.REASONS[1:])
+        self.assertIn('cannot be approved', self.refused(
+            'tools', 'approve', 'notes:add', '--yes'))
+        self.assertEqual(self.versions(), {1, 2})
+        self.look(tool('add', 'Add a note'))
+        self.assertEqual(self.reasons()[0], 'tool_changed')
+        self.do('tools', 'approve', 'notes:add', '--yes')
+        self.assertEqual(self.reasons()[0], 'ready')
+
+    def test_rows_of_an_older_hash_version_are_brought_up(self):
+        con = self.raw()
+        for digest, text in con.execute('select * from definition'
+                                        ).fetchall():
+            text = text.replace('"v":1', '"v":0')
+            older = pf.sha256(text)
+            con.execute('update definition set hash=?, text=? where hash=?',
+                        (older, text, digest))
+            for table in ('tool', 'approved'):
+                con.execute('update %s set hash=?, version=0 where hash=?'
+                            % table, (older, digest))
+        self.assertEqual(self.versions(), {0})
+        self.assertEqual(self.reasons(), self.REASONS)
+        self.assertEqual(self.versions(), {1})
+        self.assertEqual(
+            self.do('tools', 'show', 'notes:add')['hash'],
+            pf.format_hash(1, pf.sha256(pf.definition_text(
+                tool('add', 'Add a note')))))
 
 
 class Test16Audit(WorldCase):
@@ -6015,6 +7655,13 @@ class Test17Links(LookCase):
         self.fails(self.look(entry), 'command_not_found',
                    "command 'no-such-thing' not found; PATH was /a:/b; ")
 
+    def test_crons_bare_path_is_named(self):
+        seen = self.look({'command': 'no-such-npx'},
+                         env={'PATH': '/usr/bin:/bin'})
+        self.fails(seen, 'command_not_found', "command 'no-such-npx' not "
+                   'found; PATH was /usr/bin:/bin; give an absolute path or '
+                   'set env.PATH')
+
     def test_a_command_is_looked_up_in_the_servers_own_path(self):
         os.mkdir(self.path('bin'))
         self.serve(tools=[tool()])
@@ -6245,12 +7892,30 @@ class Test17Links(LookCase):
                 for _ in range(free):   # Popen itself leaks some, by version
                     os.close(held.pop())
                 end = world.clock() + 20
-                found.append(pf.observe_server(server, None, (end, end),
-                                               world).cause)
+                seen = pf.observe_server(server, None, (end, end), world)
+                found.append([seen.cause, seen.detail])
             return found
         found = self.forked(starve)[0]
-        self.assertEqual((found[0], found[-1]), ('command_not_found', ''))
-        self.assertEqual(set(found), {'command_not_found', ''})
+        full = ['exited', 'could not be started: too many open files']
+        self.assertEqual((found[0], found[-1]), (full, ['', '']))
+        self.assertEqual([one for one in found if one not in (
+            full, ['', ''])], [])
+
+    def test_only_the_commands_own_faults_are_laid_to_it(self):
+        for name, cause in (
+                ('ENOENT', 'command_not_found'), ('EACCES',
+                                                  'command_not_found'),
+                ('ENOEXEC', 'command_not_found'), ('EMFILE', 'exited'),
+                ('ENFILE', 'exited'), ('ENOMEM', 'exited'),
+                ('EAGAIN', 'exited'), ('E2BIG', 'exited'),
+                ('ETXTBSY', 'exited')):
+            number = getattr(errno, name)
+            fault = pf.start_error(OSError(number, os.strerror(number)), 'c')
+            with self.subTest(name):
+                self.assertEqual(fault.cause, cause)
+                self.assertIn(os.strerror(number).lower(), str(fault))
+                self.assertEqual('command c' in str(fault),
+                                 cause == 'command_not_found')
 
     def test_a_stop_ends_the_look(self):
         world = self.world()
@@ -6267,6 +7932,596 @@ class Test17Links(LookCase):
             pf.observe_server(server, None, (end, end), world)
         thread.join()
         self.assert_gone(self.pids())
+
+
+# A stand-in for docker. What it starts runs in a session of its own, is told
+# by an id, and outlives its client; its calls stand in a log.
+FAKE_DOCKER = r'''#!%s -IS
+import json, os, signal, subprocess, sys, time
+HERE = os.path.dirname(os.path.abspath(sys.argv[0]))
+SPEC = json.load(open(os.path.join(HERE, 'spec.json')))
+args = sys.argv[1:]
+with open(os.path.join(HERE, 'calls'), 'a') as file:
+    file.write(json.dumps([args, os.environ.get('MARK')]) + '\n')
+while args[0] in ('-H', '--context', 'container'):
+    args = args[1 if args[0] == 'container' else 2:]
+def state(name):
+    return os.path.join(HERE, 'held-' + name)
+def kill(name):
+    with open(state(name)) as file:
+        pid = int(file.read())
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+if args[0] != 'run':
+    if SPEC.get('hang') == args[0]:
+        time.sleep(60)
+    if SPEC.get('fail') == args[0] or not os.path.exists(state(args[-1])):
+        sys.exit('Error: No such container: ' + args[-1])
+    kill(args[-1])
+    if args[0] == 'rm':
+        os.remove(state(args[-1]))
+    sys.exit(0)
+if SPEC.get('away'):
+    sys.stderr.write(SPEC['away'] + '\n')
+    sys.exit(SPEC.get('code', 125))
+name, inner, at = os.urandom(32).hex(), subprocess.DEVNULL, 1
+while args[at][:1] == '-':
+    if args[at] == '-i':
+        inner = None
+    if args[at] in ('--cidfile', '-e'):
+        at += 1
+        if args[at - 1] == '--cidfile':
+            try:
+                with open(args[at], 'x') as file:
+                    file.write(name)
+            except FileExistsError:
+                sys.stderr.write('docker: container ID file found\n')
+                sys.exit(125)
+    at += 1
+if SPEC.get('slow'):
+    time.sleep(SPEC['slow'])
+out = None
+if SPEC.get('detach'):
+    inner = out = subprocess.DEVNULL
+server = subprocess.Popen([sys.executable, '-IS'] + SPEC['server'],
+                          stdin=inner, stdout=out, stderr=out,
+                          start_new_session=True)
+with open(state(name), 'w') as file:
+    file.write(str(server.pid))
+if SPEC.get('detach'):
+    sys.exit(0)
+signal.signal(signal.SIGTERM, lambda *given: server.terminate())
+code = server.wait()
+if '--rm' in args:
+    os.remove(state(name))
+sys.exit(code if code >= 0 else 128 - code)
+''' % sys.executable
+
+
+class Test17Commands(LookCase):
+    """feed_command: one run of a command of the operator's."""
+
+    def feed(self, code, *words, **more):
+        """Run Python code with 200 kB on its stdin; what failed."""
+        data = more.pop('data', b'x' * 200000)
+        return pf.feed_command([sys.executable, '-ISc', code] + list(words),
+                               data, self.world(**more))
+
+    def test_it_is_given_all_of_its_input(self):
+        self.assertEqual(self.feed(
+            'import sys; open(sys.argv[1], "wb").write('
+            'sys.stdin.buffer.read())', self.path('got')), '')
+        with open(self.path('got'), 'rb') as file:
+            self.assertEqual(file.read(), b'x' * 200000)
+
+    def test_its_environment_has_no_secret_of_ours(self):
+        self.assertEqual(self.feed(
+            'import os, sys; sys.exit(sorted(n for n in os.environ '
+            'if n[:3] in ("PRE", "KEE")) != ["KEEP"])',
+            env={'PREFLIGHT_API_KEY': 'k', 'KEEP': '1'}), '')
+
+    def test_what_fails_is_named(self):
+        for code, said in (
+                ('import sys; sys.stderr.write("a\\nlast\\n"); sys.exit(3)',
+                 'exited with code 3: last'),
+                ('import os; os.kill(os.getpid(), 9)',
+                 'was killed by signal 9')):
+            with self.subTest(code):
+                self.assertEqual(self.feed(code), said)
+        self.assertIn('not found', pf.feed_command(['no-such-command'], b'',
+                                                   self.world()))
+
+    def test_input_that_nobody_reads_is_no_failure(self):
+        self.assertEqual(self.feed('pass'), '')
+
+    def test_a_flood_of_output_is_dropped(self):
+        self.assertEqual(self.feed('print("y" * 3000000)'), '')
+
+    def test_one_that_hangs_ends_with_all_it_started(self):
+        self.patch('NOTIFY_MS', 400)
+        said = self.feed(
+            'import os, subprocess, sys, time; it = subprocess.Popen(['
+            'sys.executable, "-ISc", "import time; time.sleep(60)"]); '
+            'open(sys.argv[1], "w").write("%d %d" % (it.pid, os.getpid())); '
+            'time.sleep(60)', self.path('starts'))
+        self.assertEqual(said, 'has not ended after 400ms')
+        self.assertEqual(len(self.pids()), 2)
+        self.assert_gone(self.pids())
+
+
+class Test17Containers(LookCase):
+    """What `docker run` started is ended too, and by its id alone."""
+
+    def setUp(self):
+        super().setUp()
+        os.mkdir(self.path('bin'))
+        os.mkdir(self.path('tmp'))
+        self.write('bin/docker', FAKE_DOCKER)
+        os.chmod(self.path('bin', 'docker'), 0o755)
+        patched = mock.patch.object(tempfile, 'tempdir', self.path('tmp'))
+        patched.start()
+        self.addCleanup(patched.stop)
+
+    def docker(self, *options, **spec):
+        """Have a fake server run in a container; returns its entry."""
+        ours = {key: spec.pop(key) for key in (
+            'away', 'code', 'hang', 'fail', 'detach', 'slow') if key in spec}
+        server = self.serve(starts=self.path('starts'), **dict(
+            {'tools': [tool()]}, **spec))['args'][1:]
+        self.write('bin/spec.json', json.dumps(dict(ours, server=server)))
+        return {'command': self.path('bin', 'docker'), 'env': {'MARK': 'm'},
+                'args': list(options or ('run', '-i', '--rm'))
+                + ['img', 'word']}
+
+    def calls(self):
+        """List what the stand-in was called with: words, its variable."""
+        with open(self.path('bin', 'calls')) as file:
+            return [json.loads(line) for line in file]
+
+    def left(self):
+        """Name the containers and our directories that are still there."""
+        return [name for name in os.listdir(self.path('bin'))
+                if name.startswith('held-')] + os.listdir(self.path('tmp'))
+
+    def given(self, words):
+        """Give the id file named in a command line."""
+        return words[words.index('--cidfile') + 1]
+
+    def test_a_server_that_ends_with_its_input_is_left_alone(self):
+        self.patch('GRACE_MS', 20000)
+        self.assertEqual(self.names(self.look(self.docker())), ['echo'])
+        (words, _), = self.calls()
+        self.assertEqual(words[:2], ['run', '--cidfile'])
+        self.assertEqual(words[3:], ['-i', '--rm', 'img', 'word'])
+        self.assertTrue(words[2].startswith(self.path('tmp') + os.sep))
+        self.assertEqual(self.left(), [])
+
+    def test_a_survivor_is_stopped_and_removed_by_its_id(self):
+        for options in (('run', '-i', '--rm'),
+                        ('-H', 'tcp://h:1', 'container', 'run', '-i')):
+            self.write('bin/calls', '')
+            entry = self.docker(*options, ignore_term=True)
+            before = pf.launch_digest(self.server(entry))
+            self.assertEqual(self.names(self.look(entry)), ['echo'])
+            calls = self.calls()
+            front = list(options[:options.index('run')])
+            with self.subTest(options):
+                name = calls[1][0][-1]
+                self.assertRegex(name, r'\A[0-9a-f]{64}\Z')
+                self.assertEqual(calls[1:], [
+                    [front + ['stop', '-t', '1', name], 'm'],
+                    [front + ['rm', '-f', name], 'm']])
+                self.assertEqual(self.left(), [])
+                self.assertEqual(pf.launch_digest(self.server(entry)),
+                                 before)
+
+    def test_one_that_needs_a_term_is_not_left_either(self):
+        self.look(self.docker('run', '-i', no_eof=True))
+        self.assertEqual([words[0] for words, _ in self.calls()],
+                         ['run', 'stop', 'rm'])
+        self.assertEqual(self.left(), [])
+
+    def test_a_stop_that_hangs_or_fails_costs_no_more_than_its_time(self):
+        for more in ({'hang': 'stop'}, {'fail': 'stop'}, {'hang': 'rm'}):
+            self.patch('ENGINE_MS', 300 if 'hang' in more else 20000)
+            self.write('bin/calls', '')
+            self.look(self.docker(ignore_term=True, **more))
+            with self.subTest(more):
+                self.assertEqual([words[0] for words, _ in self.calls()],
+                                 ['run', 'stop', 'rm'])
+                self.assertEqual(os.listdir(self.path('tmp')), [])
+
+    def test_a_time_out_leaves_nothing(self):
+        self.fails(self.look(self.docker(
+            sleep={'initialize': 60}), limit=0.6), 'timeout')
+        self.assertEqual(self.left(), [])
+
+    def test_a_detached_one_is_stopped_and_what_ended_is_kept(self):
+        """What ended by itself may be looked at later: no rm -f."""
+        self.fails(self.look(self.docker('run', '-i', detach=True,
+                                         no_eof=True)), 'exited')
+        self.assertEqual({words[0] for words, _ in self.calls()},
+                         {'run', 'stop'})
+        self.assertEqual(os.listdir(self.path('tmp')), [])
+
+    def test_an_id_file_of_the_config_is_read_and_kept(self):
+        file = self.path('own.cid')
+        entry = self.docker('run', '--cidfile', file, '-i',
+                            ignore_term=True)
+        self.names(self.look(dict(entry, cwd='bin')))
+        with open(file) as held:
+            name = held.read()
+        self.assertEqual([words[1:] for words, _ in self.calls()], [
+            ['--cidfile', file, '-i', 'img', 'word'], ['-t', '1', name],
+            ['-f', name]])
+        self.assertEqual(self.left(), [])
+
+    def test_an_id_file_that_was_there_names_anothers_container(self):
+        file = self.write('own.cid', 'ab' * 32)
+        seen = self.look(self.docker('run', '--cidfile=' + file, '--cidfile',
+                                     file, '-i'))
+        self.fails(seen, 'exited', 'exited with code 125 before initialize; '
+                   'last stderr: docker: container ID file found')
+        self.assertEqual({words[0] for words, _ in self.calls()}, {'run'})
+        with open(file) as held:
+            self.assertEqual(held.read(), 'ab' * 32)
+
+    def test_what_is_no_id_is_never_put_into_a_command(self):
+        run = pf.container_of(['docker', 'run', '-i', 'img'])
+        for text, name in (('img', ''), ('-f', ''), ('ab' * 32, 'ab' * 32),
+                           ('ab' * 6 + '\n', 'ab' * 6), ('', ''),
+                           ('ab' * 32 + ' x', ''), ('caf\xe9', '')):
+            held = pf.Container(run, ['docker', 'run', '-i', 'img'],
+                                self.dir, {})
+            held.open()
+            with open(held.file, 'wb') as file:
+                file.write(text.encode('utf-8'))
+            with self.subTest(text):
+                self.assertEqual(held.id(), name)
+            held.close()
+        self.assertEqual(self.left(), [])
+
+    def test_a_client_that_sees_another_tmp_gets_no_file(self):
+        for argv, env in ((['/snap/bin/docker', 'run', 'i'], {}),
+                          (['/m/docker.exe', 'run', 'i'],
+                           {'WSL_DISTRO_NAME': 'x'})):
+            held = pf.Container(pf.container_of(argv), argv, self.dir, env)
+            self.assertEqual((held.open(), held.id()), (argv, ''))
+        self.assertEqual(self.left(), [])
+
+    AWAY = (
+        ('docker: Cannot connect to the Docker daemon at unix:///var/run/'
+         'docker.sock. Is the docker daemon running?', 125),
+        ('error during connect: in the default daemon configuration', 1),
+        ('docker: failed to connect to the docker API at unix:///x', 125),
+        ('permission denied while trying to connect to the Docker daemon '
+         'socket', 126),
+        ('Cannot connect to Podman. Please verify your connection', 125))
+
+    def test_a_daemon_that_is_away_is_named(self):
+        for text, code in self.AWAY:
+            with self.subTest(text):
+                seen = self.look(self.docker(away=text, code=code))
+                self.fails(seen, 'refused', 'cannot reach docker: its client '
+                           'exited with code %d; last stderr: %s' % (
+                               code, text[:40]))
+        self.assertEqual(self.left(), [])
+
+    def test_what_a_server_says_of_docker_is_no_daemon_away(self):
+        """Its container was there; so was the daemon."""
+        seen = self.look(self.docker(die='start', stderr=self.AWAY[0][0]))
+        self.fails(seen, 'exited', 'exited with code 3 before initialize')
+
+    def test_another_failure_of_the_client_is_an_exit(self):
+        seen = self.look(self.docker(away='Unable to find image'))
+        self.fails(seen, 'exited', 'exited with code 125 before initialize; '
+                   'last stderr: Unable to find image')
+
+    def test_docker_that_is_not_there_is_not_found(self):
+        seen = self.look({'command': 'docker', 'env': {'PATH': '/none'},
+                          'args': ['run', '-i', 'img']})
+        self.fails(seen, 'command_not_found', "command 'docker' not found")
+        self.assertEqual(self.left(), [])
+
+    def test_a_client_that_cannot_be_started_leaves_no_directory(self):
+        self.write('bin/podman', '#!/no/such/interpreter\n')
+        os.chmod(self.path('bin', 'podman'), 0o755)
+        self.fails(self.look({'command': self.path('bin', 'podman'), 'args': [
+            'run', '-i', 'img']}), 'command_not_found', 'podman')
+        self.assertEqual(self.left(), [])
+
+    def test_signals_leave_no_container(self):
+        self.configure({'s': self.docker(sleep={'initialize': 60},
+                                         ignore_term=True)})
+        wanted, jobs = [(signal.SIGINT, 130), (signal.SIGTERM, 143)], []
+        for number, _ in wanted:
+            jobs.append(subprocess.Popen(
+                [sys.executable, SCRIPT, '--home', self.path('%d' % number),
+                 '--config', self.config, 'sync'], env=dict(
+                    os.environ, TMPDIR=self.path('tmp')),
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        self.wait_for(lambda: len(self.pids()) == 2)
+        for job, (number, _) in zip(jobs, wanted):
+            job.send_signal(number)
+        for job, (number, code) in zip(jobs, wanted):
+            err = job.communicate(timeout=60)[1]
+            with self.subTest(number):
+                self.assertEqual(job.returncode, code, err)
+        self.assert_gone(self.pids())
+        self.assertEqual(self.left(), [])
+
+    def test_what_is_shown_has_no_id_file_and_no_secret(self):
+        self.configure({'s': self.docker('run', '-e', 'K=hush-zz',
+                                         die='start')})
+        env = {'TMPDIR': self.path('tmp')}
+        texts = [self.run_cli(*words, env=env).out for words in (
+            ('sync', '-o', 'json'), ('servers', 'show', 's', '-o', 'json'),
+            ('config', 'check'))]
+        self.assertIn('K=***', ''.join(texts))
+        for word in ('cidfile', 'hush'):
+            self.assertNotIn(word, ''.join(texts))
+        self.assertIn('lacks -i', texts[2])
+        self.assertIn('lacks -i', self.run_cli('sync', env=env).err)
+        self.assertEqual(os.listdir(self.path('tmp')), [])
+
+
+class Test17Threads(LookCase):
+    """The link that Windows needs: each way to misbehave, once through it."""
+
+    ASK = '{"jsonrpc":"2.0","id":"x","method":"ping"}\n'
+    HELD = {'ignore_term': True}
+    # what the server does, state, cause, part of the detail
+    MODES = {
+        'good': ({'tools': [tool()]}, 'ready', '', ''),
+        'noise': ({'noise': NOISE, 'tools': [tool()]}, 'ready', '', ''),
+        'huge': ({'tools': [tool('big', 'A' * 3000000)]}, 'ready', '', ''),
+        'late': (dict(reply='[{"name":"caf\xc3@PAUSE@\xa9"}]'), 'ready', '',
+                 ''),
+        'latin': (dict(reply='[{"name":"caf\xe9"}]'), 'error', 'protocol',
+                  'the reply is not UTF-8'),
+        'stderr': ({'stderr': 'E x\n' * 250000 + 'end\n', 'tools': [tool()]},
+                   'ready', '', ''),
+        'endless': ({'flood': 'x\n' * 50}, 'error', 'protocol',
+                    'non-protocol lines on stdout and no message'),
+        'unended': ({'flood': 'x' * 200000}, 'error', 'protocol',
+                    'a message is larger than 4000000 bytes'),
+        'deaf': ({'flood': ASK * 2000}, 'error', 'protocol',
+                 'it does not read its input'),
+        'dead': ({'die': 'start', 'stderr': 'FATAL: KEY: sk-live-SECRET\n'},
+                 'error', 'exited', 'exited with code 3 before initialize; '
+                 'last stderr: FATAL: KEY: ***'),
+        'half': ({'die': 'tools/list', 'code': 0, 'stderr': 'bye'}, 'error',
+                 'exited', 'exited with code 0 before its list was complete; '
+                 'last stderr: bye'),
+        'killed': ({'die': 'initialize', 'signal': 9}, 'error', 'exited',
+                   'killed by signal 9 before initialize'),
+        'slow': ({'sleep': {'initialize': 60}, 'stderr': 'busy'}, 'error',
+                 'timeout', 'no answer to initialize within'),
+        'dribble': ({'flood': '\n', 'pause': 0.02}, 'error', 'timeout',
+                    'no answer to initialize'),
+        'held': (dict(HELD, tools=[tool()]), 'ready', '', ''),
+        'loud': (dict(HELD, flood='x\n' * 50), 'error', 'protocol', 'non-'),
+        'no_eof': ({'no_eof': True, 'tools': [tool()]}, 'ready', '', ''),
+        'parent': ({'grandchild': 'held', 'tools': [tool()]}, 'ready', '',
+                   ''),
+        'orphan': ({'grandchild': 'held', 'die': 'tools/list'}, 'error',
+                   'exited', 'exited with code 3')}
+
+    def setUp(self):
+        super().setUp()
+        self.patch('CHILD_LINK', pf.ThreadedLink)
+        self.patch('MAX_MESSAGE_BYTES', 4000000)
+
+    def entries(self):
+        """Give the config entry of each mode."""
+        for name, (spec, _, _, _) in self.MODES.items():
+            spec = dict(spec, starts=self.path('starts'))
+            if 'grandchild' in spec:
+                spec['grandchild'] = self.path('held-' + name)
+            if 'reply' in spec:
+                spec['answers'] = {'tools/list': reply_text(
+                    spec.pop('reply'))}
+            yield name, self.serve(name, **spec)
+
+    def look_at_all(self):
+        """Look at the servers of all modes at once: name -> Observation."""
+        path = self.configure(dict(self.entries()))
+        config = pf.read_config([(path, path, pf.read_bytes(path))])
+        found, world = {}, self.world()
+
+        def look(server):
+            end = world.clock() + (2 if server.name in (
+                'slow', 'dribble') else 60)
+            found[server.name] = pf.observe_server(server, None, (end, end),
+                                                   world)
+        jobs = [threading.Thread(target=look, args=(server,))
+                for server in pf.all_servers(config)[0]]
+        for job in jobs:
+            job.start()
+        for job in jobs:
+            job.join()
+        return found
+
+    def test_each_mode(self):
+        before, threads = os.listdir('/dev/fd'), threading.active_count()
+        found = self.look_at_all()
+        for name, (_, state, cause, part) in self.MODES.items():
+            with self.subTest(name):
+                seen = found[name]
+                self.assertEqual((seen.state, seen.cause), (state, cause),
+                                 seen.detail)
+                self.assertIn(part, seen.detail)
+        self.assertEqual(found['noise'].warnings,
+                         ['5 non-protocol lines on stdout'])
+        self.assertEqual([found['late'].tools[0].name,
+                          len(found['huge'].tools[0].text) > 3000000],
+                         ['caf\xe9', True])
+        self.assertIn('E x\nE x\n', found['stderr'].stderr)
+        self.assertIn('last stderr: busy', found['slow'].detail)
+        self.assert_gone(self.pids() + self.pids('held-parent')
+                         + self.pids('held-orphan'))
+        self.wait_for(lambda: threading.active_count() <= threads)
+        self.wait_for(lambda: len(os.listdir('/dev/fd')) <= len(before))
+
+    def test_a_closed_output_and_last_words(self):
+        for script, words in (
+                ('exec >&- 2>&-; sleep 20', 'closed its output'),
+                ('exec >&-; sleep 0.1; echo last words >&2; exit 4',
+                 'exited with code 4 before initialize; last stderr: last '
+                 'words')):
+            with self.subTest(words):
+                self.fails(self.look({'command': 'sh', 'args': [
+                    '-c', script]}), 'exited', words)
+
+    def test_a_command_that_cannot_be_started(self):
+        self.write('junk', b'\0\1\2')
+        os.chmod(self.path('junk'), 0o755)
+        self.fails(self.look({'command': './junk'}), 'command_not_found',
+                   'cannot be started: exec format')
+
+    def test_a_stop_ends_the_look(self):
+        world = self.world()
+        server = self.server(self.serve(sleep={'initialize': 60},
+                                        starts=self.path('starts')))
+
+        def stop():
+            self.wait_for(self.pids)
+            world.stop.append(15)
+        thread = threading.Thread(target=stop)
+        thread.start()
+        end = world.clock() + 60
+        with self.assertRaises(pf.Interrupted):
+            pf.observe_server(server, None, (end, end), world)
+        thread.join()
+        self.assert_gone(self.pids())
+
+
+    def test_what_a_thread_has_read_counts_after_a_death(self):
+        """It may come to its turn only after the process has gone."""
+        class Late(pf.ThreadedLink):
+            """A link whose threads are slow to tell."""
+
+            patience = 20
+
+            def _read(self, pipe):
+                self._exit_seen.wait(20)
+                time.sleep(0.1)
+                super()._read(pipe)
+        world = self.world()
+        link = Late(['/bin/sh', '-c', 'echo words; exit 3'], self.dir,
+                    dict(os.environ), world)
+        link._exit_seen = threading.Event()
+        try:
+            link.open()
+            self.wait_for(link.is_dead)
+            link._exit_seen.set()
+            self.assertEqual(link.receive(world.clock() + 30), b'words')
+            with self.assertRaises(pf.UpstreamError) as caught:
+                link.receive(world.clock() + 30)
+            self.assertEqual(str(caught.exception), 'exited with code 3')
+        finally:
+            link.close()
+
+
+class Test17Windows(WorldCase):
+    """What Windows does with a command, as far as it can be told here."""
+
+    def place(self, folder, *names):
+        """Make files in a directory; returns it."""
+        os.makedirs(self.path(folder), exist_ok=True)
+        for name in names:
+            self.write(os.path.join(folder, name), '')
+        return self.path(folder)
+
+    def find(self, command, *places, **env):
+        """Look a command up as Windows does; returns what is below dir."""
+        env = dict({'PATH': ';'.join(places), 'PATHEXT':
+                    '.COM;.EXE;.BAT;.CMD'}, **env)
+        try:
+            found = pf.find_command(command, self.dir, env, True)
+        except pf.UpstreamError as exc:
+            self.assertEqual(exc.cause, 'command_not_found')
+            return str(exc)
+        return os.path.relpath(found, self.dir)
+
+    def test_commands(self):
+        node = self.place('node', 'npx', 'npx.cmd', 'node.exe', 'x.bat',
+                          'x.exe', 'run.py')
+        other = self.place('other dir', 'npx.exe', 'cmd.exe', 'uvx.exe')
+        for command, found in (
+                ('npx', 'node/npx.cmd'), ('npx.cmd', 'node/npx.cmd'),
+                ('node', 'node/node.exe'), ('x', 'node/x.exe'),
+                ('uvx', 'other dir/uvx.exe'), ('cmd', 'other dir/cmd.exe'),
+                ('cmd.exe', 'other dir/cmd.exe'),
+                ('./node/npx', 'node/npx.cmd'),
+                (node + '/x.bat', 'node/x.bat')):
+            with self.subTest(command):
+                self.assertEqual(self.find(command, node, '"%s"' % other),
+                                 found)
+
+    def test_the_order_of_the_path_and_of_pathext(self):
+        first, second = self.place('a', 'x.cmd'), self.place('b', 'x.exe')
+        both = self.place('c', 'x.cmd', 'x.exe', 'x.py')
+        self.assertEqual(self.find('x', first, second), 'a/x.cmd')
+        self.assertEqual(self.find('x', both, PATHEXT='.PY;.CMD'), 'c/x.py')
+        self.assertEqual(self.find('x', both, PATHEXT=''), 'c/x.exe')
+
+    def test_what_is_not_there(self):
+        node = self.place('node', 'npx', 'run.py')
+        self.assertEqual(self.find('npx', node), "command 'npx' not found; "
+                         'PATH was %s; give an absolute path or set env.PATH'
+                         % node)
+        for command in ('run.py', './node/npx', r'node\npx', 'node'):
+            with self.subTest(command):
+                self.assertIn('not found', self.find(command, node))
+
+    def test_here_a_backslash_and_pathext_mean_nothing(self):
+        node = self.place('node', 'a\\b', 'npx.cmd')
+        os.chmod(os.path.join(node, 'a\\b'), 0o755)
+        env = {'PATH': node, 'PATHEXT': '.CMD'}
+        self.assertEqual(pf.find_command('a\\b', '/', env, False),
+                         os.path.join(node, 'a\\b'))
+        with self.assertRaises(pf.UpstreamError):
+            pf.find_command('npx', '/', env, False)
+
+    LINES = (
+        ((), ''), (('-y', 'a b'), ' "-y" "a b"'), (('',), ' ""'),
+        (('a&b|c^d<e>',), ' "a&b|c^d<e>"'), (('say "x"',), ' "say ""x"""'),
+        (('a\\"b',), ' "a\\\\""b"'), (('c:\\d\\',), ' "c:\\d\\\\"'),
+        (('%PATH%',), ' "%%cd:~,%PATH%%cd:~,%"'))
+
+    def test_batch_lines(self):
+        """Quoted for cmd.exe, by which a batch file is read."""
+        for args, text in self.LINES:
+            with self.subTest(args):
+                self.assertEqual(
+                    pf.batch_line(r'C:\n x\npx.cmd', args, {
+                        'COMSPEC': r'C:\W\cmd.exe'}),
+                    r'"C:\W\cmd.exe" /e:ON /v:OFF /d /c ""C:\n x\npx.cmd"%s"'
+                    % text)
+        self.assertIn('System32', pf.batch_line('x.bat', (), {}))
+        for word in ('a\nb', 'a\rb'):
+            with self.assertRaises(pf.UpstreamError):
+                pf.batch_line('x.bat', [word], {})
+
+    def test_a_tree_is_ended_by_taskkill(self):
+        os.makedirs(self.path('System32'))
+        name = self.write('System32/taskkill.exe', '#!/bin/sh\n'
+                          'echo "$@" > "$0.args"; kill -9 "$4"\n')
+        os.chmod(name, 0o755)
+        for is_forced, root in ((False, self.dir), (True, self.dir),
+                                (True, '/none')):
+            child = subprocess.Popen(['sleep', '60'])
+            pf.end_group(child, is_forced, {'SYSTEMROOT': root}, True)
+            self.assertEqual(child.wait(20), -9 if is_forced else -15)
+            with self.subTest(root=root, is_forced=is_forced):
+                self.assertEqual(os.path.exists(name + '.args'), is_forced)
+            if is_forced and root == self.dir:
+                with open(name + '.args') as file:
+                    self.assertEqual(file.read(), '/F /T /PID %d\n'
+                                     % child.pid)
 
 
 class Test18Dialogue(LookCase):
@@ -6793,6 +9048,299 @@ class Test18Signals(LookCase):
         self.assertEqual(stops, [15, 2])
 
 
+class QuickCase(SyncCase):
+    """A test of many syncs of `s`: what a look finds is given at once."""
+
+    RULES = {}
+
+    def lists(self, *tools):
+        """Have `s` list these tools and sync; returns its Row."""
+        if not os.path.exists(self.config):
+            self.configure({'s': dict({'command': 'x'}, **self.RULES)})
+        self.patch('observe_server', lambda *given: observed(
+            *pf.read_tools(list(tools))[0]))
+        return self.one('sync')
+
+    def shown(self, name='echo'):
+        """Run `tools show`."""
+        return self.do('tools', 'show', 's:' + name)
+
+    def diff(self, name='echo'):
+        """Run `tools diff`."""
+        return self.do('tools', 'diff', 's:' + name)
+
+    def approvals(self):
+        """Give what was approved by hand, newest first."""
+        return [row['metadata'] for row in self.do(
+            'activity', 'list', '--type', 'approval')['activities']]
+
+
+class Test18Moves(QuickCase):
+    """Tools that come, go, are renamed, change, and change again."""
+
+    def test_removed_and_added_again_alike_is_approved(self):
+        self.lists(tool(), tool('b'))
+        self.assertEqual(self.lists(tool('b')).vanished, ['echo'])
+        self.assertEqual(self.gate('s:echo'), ['not_found'])
+        row = self.lists(tool(), tool('b'))
+        self.assertEqual(self.news(row), (['echo'], [], [], False))
+        self.assertEqual(self.gate('s:echo', 's:b'), ['ready', 'ready'])
+
+    def test_one_that_went_while_it_was_pending_comes_back_pending(self):
+        self.lists(tool())
+        for _ in range(2):
+            self.lists(tool(), tool('new'))
+            self.assertEqual(self.gate('s:new'), ['tool_pending_approval'])
+            self.lists(tool())
+            self.assertEqual(self.gate('s:new'), ['not_found'])
+
+    def test_one_that_went_while_it_was_changed_comes_back_changed(self):
+        self.lists(tool(), tool('b'))
+        self.lists(tool(description='x'), tool('b'))
+        self.lists(tool('b'))
+        self.lists(tool(description='x'), tool('b'))
+        self.assertEqual(self.gate('s:echo'), ['tool_changed'])
+
+    def test_renamed_is_a_new_tool_and_the_old_name_keeps_its_own(self):
+        self.lists(tool(), tool('b'))
+        row = self.lists(tool('echo2'), tool('b'))
+        self.assertEqual(self.news(row), (['echo2'], [], ['echo'], False))
+        self.assertEqual(self.gate('s:echo', 's:echo2'),
+                         ['not_found', 'tool_pending_approval'])
+        self.approve('s:echo2')
+        self.lists(tool('echo2', 'Changed'), tool('b'))
+        self.assertEqual(self.gate('s:echo2'), ['tool_changed'])
+        self.lists(tool(), tool('b'))
+        self.assertEqual(self.gate('s:echo', 's:echo2'),
+                         ['ready', 'not_found'])
+
+    def test_names_that_change_places_are_two_changes(self):
+        self.lists(tool('a', 'A'), tool('b', 'B'))
+        self.lists(tool('a', 'B'), tool('b', 'A'))
+        self.assertEqual(self.gate('s:a', 's:b'), ['tool_changed'] * 2)
+
+    def test_changed_while_changed(self):
+        """Each is compared with what was approved, never with the last."""
+        self.lists(tool())
+        tokens = []
+        for text in 'one', 'two':
+            self.assertEqual(self.lists(tool(description=text)).changed,
+                             ['echo'])
+            self.assertEqual(self.gate('s:echo'), ['tool_changed'])
+            found = self.diff()
+            self.assertEqual((found['fields'][0]['old'],
+                              found['fields'][0]['new']), ('Echo text', text))
+            tokens.append(found['token'])
+        self.assertIn('is not what was reviewed', self.refused(
+            'tools', 'approve', 's:echo', '--expect', tokens[0]))
+        self.do('tools', 'approve', 's:echo', '--expect', tokens[1])
+        self.assertEqual(self.gate('s:echo'), ['ready'])
+        for text in 'one', 'Echo text':
+            self.lists(tool(description=text))
+            self.assertEqual(self.gate('s:echo'), ['tool_changed'])
+
+    def test_a_revert_needs_no_approval_and_leaves_none(self):
+        self.lists(tool())
+        self.lists(tool(description='x'))
+        self.lists(tool())
+        self.assertEqual(self.gate('s:echo'), ['ready'])
+        self.assertEqual(self.approvals(), [])
+
+    def test_a_hundred_syncs_in_a_row(self):
+        """Whatever flaps: the state does not grow, nothing is approved."""
+        self.lists(tool(), tool('calm'))
+        for n in range(100):
+            row = self.lists(tool(description='text %d' % (n % 2)),
+                             tool('calm'))
+            self.assertEqual((n, row.changed), (n, ['echo']))
+        self.assertEqual([self.count(name) for name in (
+            'tool', 'approved', 'launch', 'server', 'definition')],
+            [2, 2, 1, 1, 4])
+        self.assertEqual(self.gate('s:echo', 's:calm'),
+                         ['tool_changed', 'ready'])
+        self.assertEqual(self.approvals(), [])
+        found = self.do('activity', 'verify')
+        self.assertEqual((found['ok'], found['problems']), (True, []))
+        self.lists(tool(), tool('calm'))
+        self.assertEqual(self.gate('s:echo'), ['ready'])
+
+    def test_a_text_that_changes_by_itself_is_counted_and_named(self):
+        for n in range(4):
+            self.lists(tool(description='Now %d' % n), tool('calm'))
+        said = ("This tool's text changes by itself (3 changes in 4 looks; "
+                'description): fix the server, or set ignore_changes for '
+                'it.')
+        self.assertEqual(self.gate('s:echo'), ['tool_changed'])
+        self.assertIn(said, self.answers[0].detail)
+        self.assertEqual((self.shown()['note'], self.diff()['note']),
+                         (said, said))
+        self.assertEqual((self.diff()['changes'], self.shown()['looks']),
+                         (3, 4))
+        self.assertIsNone(self.shown('calm')['note'])
+        self.approve('s:echo')
+        self.lists(tool(description='Now 4'), tool('calm'))
+        self.assertEqual(self.gate('s:echo'), ['tool_changed'])
+
+    def test_one_of_many_approves_and_the_others_find_it_done(self):
+        self.lists(tool())
+        self.lists(tool(description='x'))
+        token = self.diff()['token']
+        found = self.forked(*[lambda: [row['result'] for row in self.do(
+            'tools', 'approve', 's:echo', '--expect', token)]] * 4)
+        self.assertEqual(sorted(found),
+                         [['approved']] + [['unchanged']] * 3)
+        self.assertEqual([row['tokens'] for row in self.approvals()],
+                         [[token]])
+
+    def test_of_two_reviews_at_once_only_what_is_listed_counts(self):
+        self.lists(tool())
+        self.lists(tool(description='x'))
+        old = self.diff()['token']
+        self.lists(tool(description='y'))
+        new = self.diff()['token']
+        found = self.forked(*[lambda token=token: self.do(
+            'tools', 'approve', 's:echo', '--expect', token)[0]['result']
+            for token in (old, new, old)])
+        self.assertEqual(found[1], 'approved')
+        for text in found[0], found[2]:
+            self.assertIn('is not what was reviewed', text)
+        self.assertEqual([row['tokens'] for row in self.approvals()],
+                         [[new]])
+
+    def test_away_and_back_while_it_is_asked_is_what_was_shown(self):
+        self.lists(tool())
+        self.lists(tool(description='x'))
+
+        def ask(question, choices=()):
+            self.lists(tool(description='y'))
+            self.lists(tool(description='x'))
+            return True
+        self.do('tools', 'approve', 's:echo', ask=ask)
+        self.assertEqual(self.gate('s:echo'), ['ready'])
+
+
+class Test18Ignored(QuickCase):
+    """`"ignore_changes": {"tool or *": ["description"]}`."""
+
+    RULES = {'ignore_changes': {'*': ['description', 'title']}}
+
+    def other(self, name='echo', description='Other', **more):
+        """Make a tool that differs in its description, and in more."""
+        return tool(name, description, **more)
+
+    def test_an_ignored_difference_leaves_it_approved(self):
+        self.lists(tool(), tool('b'))
+        before = self.shown()['approved_hash']
+        records = self.count('activity')
+        for n in range(5):
+            row = self.lists(self.other(description='%d' % n), tool('b'))
+            self.assertEqual(self.news(row), ([], [], [], False))
+            self.assertEqual(row.detail, 'changes ignored: 1')
+        self.assertEqual(self.gate('s:echo', 's:b'), ['ready', 'ready'])
+        self.assertEqual(self.shown()['approved_hash'], before)
+        self.assertNotEqual(self.shown()['hash'], before)
+        self.assertEqual(self.count("activity where type<>'preflight'"),
+                         records)
+
+    def test_it_is_shown_wherever_the_tool_is(self):
+        self.lists(tool(), tool('b'))
+        self.lists(self.other(title='T'), tool('b'))
+        found = {row['name']: row.get('ignored', 'no such key')
+                 for row in self.do('tools', 'list')}
+        self.assertEqual(found, {'echo': ['title', 'description'],
+                                 'b': 'no such key'})
+        table = pf.COMMANDS['tools', 'list'].render(
+            self.do('tools', 'list'), False)
+        self.assertIn('title, description', table)
+        for value in self.shown(), self.diff():
+            self.assertEqual((value['status'], value['ignored']),
+                             ('approved', ['title', 'description']))
+            self.assertIn('title, description only, which ignore_changes of '
+                          'server "s" leaves out', value['note'])
+        self.assertEqual(len(self.diff()['fields']), 2)
+        self.assertIn('approve: ', pf.render_diff(self.diff()))
+        fact = {row['gate']: row['fact'] for row in self.do(
+            'tools', 'explain', 's:echo')}['changed']
+        self.assertIn('title, description only', fact)
+
+    def test_what_else_differs_makes_the_whole_a_change(self):
+        self.lists(tool(annotations=SAFE))
+        for more in ({'inputSchema': {'type': 'string'}},
+                     {'outputSchema': {}}, {'annotations': {}}):
+            row = self.lists(self.other(**dict({'annotations': SAFE},
+                                               **more)))
+            with self.subTest(more):
+                self.assertEqual(row.changed, ['echo'])
+                self.assertEqual(self.gate('s:echo'), ['tool_changed'])
+                self.assertEqual(self.shown()['status'], 'changed')
+            self.lists(tool(annotations=SAFE))
+
+    def test_true_for_1_does_not_hide_behind_an_ignored_field(self):
+        self.lists(tool(inputSchema={'default': 1}))
+        self.lists(self.other(inputSchema={'default': True}))
+        self.assertEqual(self.gate('s:echo'), ['tool_changed'])
+
+    def test_a_pin_covers_the_whole_definition(self):
+        self.lists(tool())
+        approved = self.shown()['hash']
+        self.lists(self.other())
+        for pin, reason in ((approved, 'hash_mismatch'),
+                            (self.shown()['hash'], 'ready')):
+            self.assertEqual(self.gate('s:echo', '--pin', 's:echo=' + pin),
+                             [reason])
+
+    def test_an_approve_moves_what_is_compared_with(self):
+        self.lists(tool())
+        self.lists(self.other())
+        self.assertEqual(self.do('tools', 'approve', '--all', '--yes'), [])
+        self.approve('s:echo')
+        self.assertNotIn('ignored', self.shown())
+        self.configure({'s': {'command': 'x'}})
+        self.assertEqual(self.gate('s:echo'), ['ready'])
+
+    def test_without_the_rule_it_is_changed(self):
+        self.lists(tool())
+        self.lists(self.other())
+        for rules, reason in (({}, 'tool_changed'), ({'echo': ['title'],
+                              '*': ['description']}, 'tool_changed'),
+                              ({'echo': ['description']}, 'ready'),
+                              ({'b': ['description']}, 'tool_changed')):
+            self.configure({'s': {'command': 'x', 'ignore_changes': rules}})
+            with self.subTest(rules):
+                self.assertEqual(self.gate('s:echo'), [reason])
+
+    def test_a_new_tool_is_pending_whatever_is_ignored(self):
+        self.lists(tool())
+        self.lists(tool(), tool('new'))
+        self.lists(tool(), self.other('new'))
+        self.assertEqual(self.gate('s:new'), ['tool_pending_approval'])
+
+    def test_a_return_that_differs_in_what_is_ignored_is_no_change(self):
+        self.lists(tool(), tool('b'))
+        self.lists(tool('b'))
+        row = self.lists(self.other(), tool('b'))
+        self.assertEqual(self.news(row), (['echo'], [], [], False))
+        self.assertEqual(self.gate('s:echo'), ['ready'])
+
+    def test_mode_auto_does_not_approve_it_each_time(self):
+        self.configure({'s': dict(self.RULES, command='x',
+                                  trust_mode='auto')})
+        self.lists(tool())
+        records = self.count('activity')
+        for n in range(3):
+            self.lists(self.other(description='%d' % n))
+        self.assertEqual(self.count('activity'), records)
+        self.assertEqual(self.gate('s:echo'), ['ready'])
+
+    def test_no_text_is_read_where_nothing_is_ignored(self):
+        self.lists(tool(), tool('b'))
+        self.patch('load_definition', None)
+        self.assertEqual(self.gate('s:echo', 's:b'), ['ready', 'ready'])
+        self.configure({'s': {'command': 'x'}})
+        self.lists(self.other(), tool('b'))
+        self.assertEqual(self.gate('s:echo'), ['tool_changed'])
+
+
 class Test18Trust(SyncCase):
     """What the life cycle of contract 10 comes to, sync by sync."""
 
@@ -6800,7 +9348,8 @@ class Test18Trust(SyncCase):
         row = self.sees(tool(), tool('b'))
         self.assertEqual(self.news(row), ([], [], [], True))
         self.assertIn('trusted on first use: 1 server, 2 tools; nothing to '
-                      'compare with. Keep the state directory %s.'
+                      'compare with. Keep the state directory %s or '
+                      'commit a lockfile (tools lock).'
                       % self.home, self.told)
         self.assertEqual(self.gate('s:echo', 's:b'), ['ready', 'ready'])
         record = self.do('activity', 'list', '--type', 'sync')['activities']
@@ -8634,6 +11183,1263 @@ class Test17Http(WebCase):
         self.assertEqual(len(web.requests) + len(old.requests), before)
 
 
+class Test18Causes(WebCase):
+    """Each cause has a detail that names the fact (contract 9)."""
+
+    def child(self, **spec):
+        """Look at a fake server that is our child."""
+        return self.look(None, seconds=spec.pop('seconds', 20),
+                         **self.serve(**spec))
+
+    def answered(self, status, **headers):
+        """Look at a server that answers everything with a status."""
+        web = self.web(web_reply(status, **headers))
+        return self.look(web.url + '?key=hush-1', 'handshake', type='http')
+
+    def closed(self):
+        """Look at a place where nobody listens."""
+        web = self.web(web_script())
+        web.close()
+        return self.look(web.url + '?key=hush-1')
+
+    def redirected(self):
+        """Look at a server that sends us elsewhere."""
+        return self.look(self.web(web_reply(
+            307, Location='https://other.test/mcp?key=hush-1')).url)
+
+    def unknown(self):
+        """Look at a host that has no address."""
+        with mock.patch('socket.getaddrinfo', side_effect=socket.gaierror(
+                -2, 'Name or service not known')):
+            return self.look('http://nowhere.test/mcp?key=hush-1')
+
+    TABLE = (
+        ('command_not_found', lambda case: case.look(
+            None, command='no-such', env=[('PATH', '/usr/bin:/bin')]),
+         "command 'no-such' not found; PATH was /usr/bin:/bin; give an "
+         'absolute path or set env.PATH'),
+        ('exited', lambda case: case.child(
+            die='start', stderr='FATAL: API_KEY: sk-live-hush\n'),
+         'exited with code 3 before initialize; last stderr: FATAL: '
+         r'API_KEY: \*\*\*'),
+        ('timeout', lambda case: case.child(
+            sleep={'initialize': 60}, seconds=0.5, stderr='busy\n'),
+         r'no answer to initialize within [0-9.ms]+(; last stderr: busy)?'),
+        ('refused', closed, r'127\.0\.0\.1:\d+ cannot be reached: connection '
+         'refused'),
+        ('dns', unknown, r'the name of nowhere\.test:80 cannot be resolved: '
+         'Name or service not known'),
+        ('tls', lambda case: case.look(case.web(
+            web_script(), context=case.tls_context()).url + '?key=hush-1'),
+         r'no TLS with 127\.0\.0\.1:\d+: .*'),
+        ('http_status', lambda case: case.answered(503),
+         r'HTTP 503; from http://127\.0\.0\.1:\d+/mcp'),
+        ('http_status', lambda case: case.answered(404),
+         r'endpoint or session not found \(404\); from http://127\.0\.0\.1:'
+         r'\d+/mcp'),
+        ('rate_limited', lambda case: case.answered(429, Retry_After='60'),
+         r'HTTP 429; Retry-After: 60; from http://127\.0\.0\.1:\d+/mcp'),
+        ('redirected', redirected, 'redirected to https://other.test/mcp, '
+         'set that URL'),
+        ('protocol', lambda case: case.child(version='2099-01-01'),
+         'the server speaks 2099-01-01, we know .*'),
+        ('unresolved', lambda case: case.look('http://h.test/${NO_SUCH}'),
+         r'NO_SUCH \(url\) has no value'))
+
+    def test_details(self):
+        for cause, look, words in self.TABLE:
+            with self.subTest(cause):
+                seen = look(self)
+                self.assert_error(seen, cause)
+                self.assertRegex(seen.detail, r'\A%s\Z' % words)
+                self.assertNotIn('hush', repr(seen))
+
+    def test_every_cause_of_a_look_is_in_the_table(self):
+        """The other three are no look's: they come of the state."""
+        self.assertEqual({row[0] for row in self.TABLE}, set(CAUSES) - {
+            'no_tools', 'stale', 'interrupted'})
+
+
+# ==========================================================================
+# 19. health
+# ==========================================================================
+
+CASE_FILE = '/c/config.json'
+API_TOKEN = 'tok-Zq81-very-secret'      # no real one
+SECRET_SPEC = {'url': 'http://127.0.0.1:9/me', 'token_env': 'API_TOKEN'}
+
+
+class Test07Health(unittest.TestCase):
+    """The `health` of an entry: what it takes, and the presets."""
+
+    BAD = (
+        ({'url': 'api.example.com'}, 'url must be an http:// or https://'),
+        ({'url': 'ftp://h/x'}, 'url must be'), ({'url': 1}, 'url must be'),
+        ({'url': 'http://h:port/'}, 'url must be'),
+        ({'method': 'DELETE'}, 'method must be one of "GET", "HEAD", '),
+        ({'body': 5}, 'body must be a string, an object or an array'),
+        ({'token_env': 'A B'}, 'token_env must be the name of a variable'),
+        ({'token_env': ''}, 'token_env must be'),
+        ({'auth': 'basic'}, 'auth must be "bearer" or "header:NAME"'),
+        ({'auth': 'header:'}, 'auth must be'),
+        ({'auth': 'header:A B'}, 'auth must be'),
+        ({'validates_credential': True}, 'validates_credential must be one'),
+        ({'tools': 'x'}, 'tools must be an array of strings'),
+        ({'tools': [1]}, 'tools must be'), ({'tool': ['x']}, 'tool must be'),
+        ({'tool': 'x', 'tools': ['y']}, 'tool and health.tools are both'),
+        ({'setup': 1}, 'setup must be'), ({'status_page': 'x'}, 'status_pa'),
+        ({'preset': 'github'}, 'preset must be one of "exa", "tavily", '))
+
+    def test_what_is_refused(self):
+        for health, why in self.BAD:
+            with self.subTest(health):
+                server, found = read_entry({'command': 'x',
+                                            'health': health})
+                self.assertIsNone(server)
+                self.assertIn('was skipped: health.' + why, found)
+
+    def test_a_bad_overlay_is_named(self):
+        server, found = read_entry({'command': 'x'}, CLAUDE, {
+            'health': {'url': 'x'}})
+        self.assertIsNone(server)
+        self.assertIn('health.url must be', found)
+
+    def test_unknown_keys_warn(self):
+        for layers in (({'command': 'x', 'health': {'urll': 1, 'name': 2}},),
+                       ({'command': 'x'}, OURS, {'health': {
+                           'urll': 1, 'name': 2}})):
+            with self.subTest(layers):
+                self.assertEqual(read_good(*layers).warnings, [
+                    'unknown key "urll" in health (did you mean url?)',
+                    'unknown key "name" in health'])
+
+    def test_one_tool_is_a_list_of_one(self):
+        self.assertEqual(read_good({'command': 'x', 'health': {
+            'tool': 'a'}}).health, {'tools': ['a']})
+
+    def test_null_is_absent(self):
+        server = read_good({'command': 'x', 'health': {
+            'url': None, 'body': None, 'tool': None, 'tools': None}})
+        self.assertEqual(
+            (pf.health_settings(server)['url'], server.warnings),
+            (None, []))
+
+    def settings(self, **health):
+        """Complete a table."""
+        return pf.health_settings(a_server(health=health))
+
+    def test_defaults(self):
+        found = self.settings(url='http://h/', token_env='T')
+        self.assertEqual(
+            [found[key] for key in ('method', 'body', 'auth', 'tools',
+                                    'validates_credential', 'costs')],
+            ['GET', None, 'bearer', [], 'none', False])
+        self.assertIsNone(self.settings(url='http://h/')['auth'])
+
+    # preset, validates, variable, method, host and path, auth, tools, costs
+    PRESETS = '''
+    exa none EXA_API_KEY POST api.exa.ai/search header:x-api-key - yes
+    tavily none TAVILY_API_KEY POST api.tavily.com/search bearer - yes
+    perplexity presence PERPLEXITY_API_KEY POST \
+api.perplexity.ai/chat/completions bearer - yes
+    morph presence MORPH_API_KEY POST \
+api.morphllm.com/v1/chat/completions bearer edit_file yes
+    semgrep none SEMGREP_APP_TOKEN GET semgrep.dev/api/v1/me bearer - no
+    '''
+
+    def test_presets(self):
+        rows = [line.split() for line in self.PRESETS.strip().split('\n')]
+        self.assertEqual([row[0] for row in rows], list(pf.PRESETS))
+        for name, validates, variable, method, place, auth, tool_, costs in (
+                rows):
+            found = self.settings(preset=name)
+            with self.subTest(name):
+                self.assertEqual(
+                    (found['validates_credential'], found['token_env'],
+                     found['method'], found['url'], found['auth'],
+                     found['tools'], found['costs']),
+                    (validates, variable, method, 'https://' + place, auth,
+                     [tool_] if tool_ != '-' else [], costs == 'yes'))
+                self.assertRegex(found['version'], r'^\d+\.\d+\.\d+$')
+
+    def test_bodies_of_presets_ask_for_as_little_as_there_is(self):
+        message = [{'role': 'user', 'content': 'x'}]
+        self.assertEqual(
+            [pf.PRESETS[name].get('body') for name in pf.PRESETS],
+            [{'query': 'x', 'numResults': 1},
+             {'query': 'x', 'max_results': 1},
+             {'model': 'sonar', 'max_tokens': 1, 'messages': message},
+             {'model': 'morph-v3-fast', 'max_tokens': 1,
+              'messages': message}, None])
+
+    def test_the_config_beats_the_preset(self):
+        found = self.settings(preset='perplexity', tools=['a'],
+                              validates_credential='remote')
+        self.assertEqual((found['validates_credential'], found['tools'],
+                          found['token_env']),
+                         ('remote', ['a'], 'PERPLEXITY_API_KEY'))
+
+
+def a_sight(state='', reason='', **more):
+    """Make a Sight; by default of a server whose tools are all there."""
+    return pf.Sight(state, reason, more.get('fact', ''),
+                    more.get('visible', ('a',)))
+
+
+def a_probe(reason='ok', status=200, **more):
+    """Make a probe as it is sent, or with skipped=why as it is not."""
+    return dict({'at': NOW, 'key': 'k', 'status': status, 'ms': 5,
+                 'reason': reason, 'detail': '', 'quota': [],
+                 'skipped': None}, **more)
+
+
+class Test19States(unittest.TestCase):
+    """The closed table, the order, the exit codes."""
+
+    SKIPPED = a_probe(skipped='credential not readable here')
+    # sight, probe, validates -> state, reason, exit
+    TABLE = (
+        (a_sight('OFFLINE', 'exited'), a_probe(), 'remote',
+         'OFFLINE', 'exited', 11),
+        (a_sight(), a_probe(), 'none', 'HEALTHY', 'ok', 0),
+        (a_sight(), SKIPPED, 'remote', 'HEALTHY', 'probe_skipped', 0),
+        (a_sight(), SKIPPED, 'none', 'PRESENT (untested)', 'probe_skipped',
+         0),
+        (a_sight(), SKIPPED, 'presence', 'PRESENT (untested)',
+         'probe_skipped', 0),
+        (a_sight(), a_probe(skipped=pf.NO_UPSTREAM), 'none', 'HEALTHY',
+         'no_upstream', 0),
+        (a_sight(), a_probe('http_401', 401), 'remote', 'DEGRADED',
+         'http_401', 11),
+        (a_sight(), a_probe('http_403', 403), 'none', 'DEGRADED',
+         'http_403', 11),
+        (a_sight(), a_probe('rate_limited', 429), 'none', 'DEGRADED',
+         'rate_limited', 10),
+        (a_sight(), a_probe('http_status', 503), 'none', 'DEGRADED',
+         'http_status', 10),
+        (a_sight(), a_probe('tls', None), 'none', 'DEGRADED', 'tls', 10),
+        (a_sight('DEGRADED', 'list_failed'), a_probe(), 'none', 'DEGRADED',
+         'list_failed', 10),
+        (a_sight('DEGRADED', 'http_401'), a_probe(), 'none', 'DEGRADED',
+         'http_401', 11),
+        (a_sight('', 'tool_missing'), a_probe(), 'none', 'DEGRADED',
+         'tool_missing', 10),
+        (a_sight('', 'tool_missing'), SKIPPED, 'remote', 'DEGRADED',
+         'tool_missing', 10),
+        (a_sight('', 'tool_missing'), a_probe('http_401', 401), 'none',
+         'DEGRADED', 'http_401', 11))
+
+    def test_the_table(self):
+        for sight, probe, validates, state, reason, code in self.TABLE:
+            with self.subTest(sight=sight, probe=probe):
+                found = pf.health_state(sight, probe, validates)
+                self.assertEqual(found, (state, reason))
+                self.assertEqual(pf.exit_of_state(*found), code)
+
+    def test_no_other_state_exists(self):
+        self.assertEqual(pf.STATES, ('OFFLINE', 'DEGRADED',
+                                     'PRESENT (untested)', 'HEALTHY'))
+
+    def row(self, name, state, reason):
+        """Make a row as far as the order of rows needs it."""
+        return {'server': name, 'state': state, 'reason': reason}
+
+    def test_worst_first_and_the_worst_wins(self):
+        rows = [self.row('a', 'HEALTHY', 'ok'),
+                self.row('b', 'PRESENT (untested)', 'probe_skipped')]
+        report = pf.health_report(rows, NOW)
+        self.assertEqual(
+            (report['overall'], pf.exit_of_health(report),
+             [row['server'] for row in report['servers']]),
+            ('HEALTHY', 0, ['b', 'a']))
+        for more, overall, code in (
+                (('c', 'DEGRADED', 'tls'), 'DEGRADED', 10),
+                (('d', 'DEGRADED', 'http_403'), 'DEGRADED', 11),
+                (('e', 'OFFLINE', 'exited'), 'OFFLINE', 11),
+                (('f', 'OFFLINE', 'not_configured'), 'OFFLINE', 12)):
+            rows.append(self.row(*more))
+            report = pf.health_report(rows, NOW)
+            with self.subTest(more):
+                self.assertEqual(
+                    (report['overall'], pf.exit_of_health(report),
+                     report['servers'][0]['server']),
+                    (overall, code, more[0]))
+
+    def test_nothing_at_all_is_not_healthy(self):
+        report = pf.health_report([], NOW)
+        self.assertEqual((report['overall'], pf.exit_of_health(report)),
+                         ('OFFLINE', 1))
+
+    def test_a_list_beside_what_is_expected(self):
+        for names, expected, state, reason in (
+                ((), [], 'OFFLINE', 'no_tools'),
+                ((), ['a'], 'OFFLINE', 'no_tools'),
+                (('a',), [], '', ''), (('a', 'b'), ['a'], '', ''),
+                (('a',), ['b'], 'OFFLINE', 'tool_missing'),
+                (('a',), ['a', 'b'], '', 'tool_missing')):
+            with self.subTest(names=names, expected=expected):
+                found = pf.sight_of(
+                    a_known(a_link(), a_server(health={'tools': expected})),
+                    names, False, 0, NOW)
+                self.assertEqual((found.state, found.reason),
+                                 (state, reason))
+
+    # connection, is a credential configured -> state, reason (limit 15m)
+    LINKS = (
+        (a_link(), False, '', ''),
+        (None, False, 'DEGRADED', 'not_seen'),
+        (a_link(state='', observed_at=None), False, 'DEGRADED', 'not_seen'),
+        (a_link(state='', observed_at=None, lease_at=NOW - 9000,
+                lease_until=NOW - 1000), False, 'DEGRADED', 'interrupted'),
+        (a_link(state='', observed_at=None, lease_at=NOW - 9000,
+                lease_until=NOW + 1000), False, 'DEGRADED', 'not_seen'),
+        (a_link(observed_at=NOW - 16 * 60000), False, 'DEGRADED', 'stale'),
+        (a_link(observed_at=NOW + 61000), False, 'DEGRADED', 'stale'),
+        (a_link(state='error', cause='exited', observed_at=1), False,
+         'DEGRADED', 'stale'),
+        (a_link(state='error', cause='exited', lease_at=NOW - 500,
+                lease_until=NOW - 100), False, 'DEGRADED', 'interrupted'),
+        (a_link(state='error', cause='exited'), False, 'OFFLINE', 'exited'),
+        (a_link(state='error', cause='no_tools'), False, 'OFFLINE',
+         'no_tools'),
+        (a_link(state='error', cause='protocol', detail='tools/list failed '
+                'with error -1: x'), False, 'DEGRADED', 'list_failed'),
+        (a_link(state='error', cause='refused', detail='tools/list failed'),
+         False, 'OFFLINE', 'refused'),
+        (a_link(state='pending_auth', detail='401: x'), False, 'OFFLINE',
+         'http_401'),
+        (a_link(state='pending_auth', detail='403: x'), False, 'OFFLINE',
+         'http_403'),
+        (a_link(state='pending_auth', detail='401: x'), True, 'DEGRADED',
+         'http_401'),
+        (a_link(state='pending_auth', detail='403: x'), True, 'DEGRADED',
+         'http_403'),
+        (a_link(expires_at=NOW), True, 'DEGRADED', 'credential_ended'))
+
+    def test_a_record_of_each_kind(self):
+        for link, is_configured, state, reason in self.LINKS:
+            with self.subTest(link):
+                found = pf.sight_of(a_known(link), ('a',), is_configured,
+                                    15 * 60000, NOW)
+                self.assertEqual((found.state, found.reason),
+                                 (state, reason))
+
+    def test_disabled_beats_quarantined_beats_the_rest(self):
+        found = pf.sight_of(a_known(a_link(), disabled='off',
+                                    quarantined='why'), (), False, 0, NOW)
+        self.assertEqual(found[:3], ('OFFLINE', 'disabled', 'off'))
+        found = pf.sight_of(a_known(a_link(), quarantined='why'), ('a',),
+                            False, 0, NOW)
+        self.assertEqual(found[:3], ('OFFLINE', 'quarantined', 'why'))
+
+    def test_a_look_just_made_is_of_any_age(self):
+        found = pf.sight_of(a_known(a_link(observed_at=1)), ('a',), False, 0,
+                            NOW)
+        self.assertEqual(found.state, '')
+
+
+class Test19Answers(unittest.TestCase):
+    """What an API's answer means. Only 200 is 200."""
+
+    def test_statuses(self):
+        for status, headers, head, found in (
+                (200, {}, b'{}', ('ok', '')),
+                (200, {}, b'', ('ok', '')),
+                (200, {'content-type': 'text/plain'}, b'ok <html>',
+                 ('ok', '')),
+                (200, {'content-type': 'Text/HTML; charset=x'}, b'',
+                 ('login_page', 'looks like a login page')),
+                (200, {}, b'\xef\xbb\xbf \n<!DOCTYPE html>',
+                 ('login_page', 'looks like a login page')),
+                (200, {'content-type': 'application/json'}, b'<HTML>',
+                 ('login_page', 'looks like a login page')),
+                (201, {}, b'', ('http_status', '')),
+                (204, {}, b'', ('http_status', '')),
+                (304, {}, b'', ('http_status', '')),
+                (401, {}, b'', ('http_401', '')),
+                (403, {'content-type': 'text/html'}, b'', ('http_403', '')),
+                (404, {}, b'', ('http_status', '')),
+                (429, {}, b'', ('rate_limited', '')),
+                (429, {'retry-after': '3600'}, b'',
+                 ('rate_limited', 'Retry-After: 3600')),
+                (503, {'retry-after': '9'}, b'',
+                 ('http_status', 'Retry-After: 9'))):
+            with self.subTest(status=status, headers=headers, head=head):
+                self.assertEqual(pf.read_answer(status, headers, head),
+                                 found)
+
+    def test_quota(self):
+        self.assertEqual(pf.quota_of({
+            'x-ratelimit-remaining': '5', 'ratelimit-remaining': '6',
+            'x-ratelimit-remaining-tokens': '7', 'x-ratelimit-limit': '9',
+            'content-type': 'x'}), [
+            'ratelimit-remaining: 6', 'x-ratelimit-remaining: 5',
+            'x-ratelimit-remaining-tokens: 7'])
+
+    def test_limits(self):
+        self.assertEqual((pf.PROBE_CONNECT_MS, pf.PROBE_TOTAL_MS),
+                         (5000, 8000))
+
+    def test_when_no_probe_is_sent(self):
+        none, here = pf.Credential('none', ''), pf.Credential('config', 'x')
+        unread = 'credential not readable here'
+        cost = 'it costs money or quota; --probe sends it'
+        for health, credential, may_pay, why in (
+                ({}, none, True, 'no upstream'),
+                ({'url': 'http://h/'}, none, False, ''),
+                (SECRET_SPEC, none, True, unread),
+                (SECRET_SPEC, here, False, ''),
+                ({'url': 'http://h/', 'auth': 'bearer'}, none, True, unread),
+                ({'preset': 'exa'}, none, True, unread),
+                ({'preset': 'exa'}, here, False, cost),
+                ({'preset': 'exa'}, here, True, ''),
+                ({'preset': 'exa', 'url': 'http://h/'}, here, False, cost),
+                ({'preset': 'semgrep'}, here, False, '')):
+            with self.subTest(health=health, credential=credential):
+                settings = pf.health_settings(a_server(health=health))
+                self.assertEqual(pf.why_skipped(a_sight(), settings,
+                                                credential, may_pay), why)
+        self.assertEqual(pf.why_skipped(
+            a_sight('OFFLINE', 'exited'), pf.health_settings(a_server()),
+            none, True), 'its tools are not visible')
+
+
+class Test19Credentials(TempCase):
+    """Where a credential is kept; reported, never decisive, never shown."""
+
+    # the server's env, its headers, the shell's variable -> source, value
+    PLACES = (
+        ({}, {}, 'shell', ('shell env', 'shell')),
+        ({}, {}, '', None), ({}, {}, ' ', None), ({}, {}, None, None),
+        ({'T': 'literal'}, {}, None, ('config', 'literal')),
+        ({'T': 'literal'}, {}, 'shell', ('config', 'literal')),
+        ({'T': '${T}'}, {}, 'shell', ('shell env', 'shell')),
+        ({'T': '${U}'}, {}, None, ('config', 'other')),
+        ({'T': '${NOPE}'}, {}, None, None),
+        ({'T': '${NOPE:-d}'}, {}, None, ('config', 'd')),
+        ({'T': ''}, {}, None, None), ({'T': None}, {}, 'shell', None),
+        ({'V': 'literal'}, {}, None, None),
+        ({}, {'t': 'literal'}, None, ('config', 'literal')),
+        ({}, {'Authorization': 'Bearer literal'}, None, None))
+
+    def test_places_that_can_be_read(self):
+        for env, headers, shell, found in self.PLACES:
+            environ = {'U': 'other'}
+            if shell is not None:
+                environ['T'] = shell
+            plain = pf.expand_server(a_server(env=env, headers=headers),
+                                     environ)[0]
+            with self.subTest(env=env, headers=headers, shell=shell):
+                self.assertEqual(pf.own_credential('T', plain, environ),
+                                 found)
+
+    def find(self, env=(), **files):
+        """Find the source by files of Claude Code; @ stands for a dot."""
+        for name, text in files.items():
+            self.write(name.replace('_', '.', 1) + '.json', text)
+        server = a_server(env=dict(env), health=SECRET_SPEC)
+        world = self.world(env={'CLAUDE_CONFIG_DIR': self.dir})
+        found = pf.find_credential(server, server, pf.health_settings(
+            server), world)
+        self.assertEqual(found.value, '')
+        return found.source
+
+    def test_claude_codes_settings(self):
+        def options(**table):
+            return json.dumps({'pluginConfigs': {'p@m': {'options': table}}})
+        for text, source in (
+                (options(API_TOKEN='x'), 'userConfig'),
+                (options(api_token='x'), 'userConfig'),
+                (options(API_TOKEN=''), 'none'), (options(OTHER='x'), 'none'),
+                ('{}', 'none'), ('{"pluginConfigs": {"p@m": {}}}', 'none'),
+                ('{"pluginConfigs": {"p@m": {"options": []}}}', 'none'),
+                ('{"pluginConfigs": []}', 'unknown'), ('[]', 'unknown'),
+                ('', 'unknown'), ('{', 'unknown'), (b'\xff', 'unknown')):
+            with self.subTest(text):
+                self.assertEqual(self.find(settings=text), source)
+
+    def test_an_option_by_the_name_that_the_entry_gives_it(self):
+        text = json.dumps({'pluginConfigs': {'p@m': {'options': {
+            'key': 'x'}}}})
+        self.assertEqual(self.find(settings=text), 'none')
+        self.assertEqual(self.find({'API_TOKEN': '${user_config.key}'},
+                                   settings=text), 'userConfig')
+
+    def test_claude_codes_secrets_by_their_names(self):
+        for text, source in (
+                ('{"pluginSecrets": {"p@m": {"API_TOKEN": "x"}}}',
+                 'userConfig'),
+                ('{"pluginSecrets": {"p@m": {"x": "API_TOKEN"}}}', 'none'),
+                ('{"claudeAiOauth": {"accessToken": "x"}}', 'none'),
+                ('{"pluginSecrets": 1}', 'unknown'), ('nope', 'unknown')):
+            with self.subTest(text):
+                self.assertEqual(self.find(_credentials=text), source)
+
+    def test_without_such_files_there_is_none(self):
+        self.assertEqual(self.find(), 'none')
+
+    def test_the_home_directory_is_the_usual_place(self):
+        os.mkdir(self.path('.claude'))
+        self.write('.claude/settings.json', '{')
+        server = a_server(health=SECRET_SPEC)
+        for env, source in (({'HOME': self.dir}, 'unknown'), ({}, 'none'),
+                            ({'HOME': self.dir, 'CLAUDE_CONFIG_DIR':
+                              self.path('none')}, 'none')):
+            with self.subTest(env):
+                self.assertEqual(pf.find_credential(
+                    server, server, pf.health_settings(server),
+                    self.world(env=env)).source, source)
+
+
+class Test19Steps(unittest.TestCase):
+    """What to do: for every state something that can be pasted."""
+
+    def steps(self, sight=None, probe=None, **more):
+        """List what to do; more: of the server, its link, a credential."""
+        credential = more.pop('credential', pf.Credential('none', ''))
+        link, probe = more.pop('link', a_link()), probe or a_probe()
+        sight, server = sight or a_sight(), a_server(**more)
+        case = pf.Checkup(server, pf.health_settings(server), sight,
+                          credential, None, link, 'pf', [])
+        reason = pf.health_state(sight, probe, 'none')[1]
+        return pf.what_to_do(case, reason, probe)
+
+    def test_every_reason_has_a_command(self):
+        reasons = ('command_not_found exited timeout refused dns tls '
+                   'http_status rate_limited redirected protocol no_tools '
+                   'unresolved disabled quarantined http_401 http_403 '
+                   'tool_missing').split()
+        for reason in reasons:
+            with self.subTest(reason):
+                found = self.steps(a_sight('OFFLINE', reason))
+                self.assertRegex(found[-1], r'^(Run|Details): pf ')
+        for reason in ('not_seen', 'stale', 'interrupted', 'list_failed',
+                       'http_401', 'http_403', 'credential_ended'):
+            with self.subTest(reason):
+                found = self.steps(a_sight('DEGRADED', reason))
+                self.assertRegex(found[-1], r'^(Run|Details): pf ')
+
+    def test_commands_that_cure(self):
+        for state, reason, last in (
+                ('OFFLINE', 'disabled', 'Run: pf servers enable s'),
+                ('OFFLINE', 'quarantined', 'Run: pf servers approve s'),
+                ('DEGRADED', 'not_seen', 'Run: pf health s'),
+                ('DEGRADED', 'stale', 'Run: pf health s'),
+                ('OFFLINE', 'exited', 'Details: pf servers show s')):
+            with self.subTest(reason):
+                self.assertEqual(self.steps(a_sight(state, reason))[-1],
+                                 last)
+
+    def test_offline_has_setup_and_the_end_of_stderr(self):
+        found = self.steps(a_sight('OFFLINE', 'exited'),
+                           link=a_link(stderr='one\n\n two\nthree\n'),
+                           health={'setup': 'Run the installer.'})
+        self.assertEqual(found, ['Run the installer.', 'Its stderr ends: '
+                                 'one | two | three',
+                                 'Details: pf servers show s'])
+
+    def test_disabled_has_neither(self):
+        found = self.steps(a_sight('OFFLINE', 'disabled'),
+                           link=a_link(stderr='old'),
+                           health={'setup': 'x'})
+        self.assertEqual(found, ['Run: pf servers enable s'])
+
+    def test_no_tools_names_the_variable_to_set(self):
+        found = self.steps(a_sight('OFFLINE', 'no_tools'),
+                           health={'preset': 'morph'})
+        self.assertEqual(found[0], 'Set MORPH_API_KEY in the env of server '
+                         '"s" (%s), then run: pf health s' % CASE_FILE)
+
+    def test_a_plugin_of_claude_code_is_asked_again(self):
+        for more in ({'dialect': 'claude-plugin',
+                      'file': '/p/my-plugin/.claude-plugin/plugin.json'},
+                     {'env': {'K': '${user_config.k}'},
+                      'file': '/p/my-plugin/.mcp.json'},
+                     {'credential': pf.Credential('userConfig', ''),
+                      'file': '/p/my-plugin/x.json'}):
+            with self.subTest(more):
+                found = self.steps(a_sight('OFFLINE', 'exited'), **more)
+                self.assertIn('/plugin disable my-plugin, then /plugin '
+                              'enable my-plugin', found[0])
+                self.assertIn('claude-code#39827', found[0])
+
+    def test_sign_in_and_refusal_are_told_apart(self):
+        found = self.steps(a_sight('OFFLINE', 'http_401'))
+        self.assertIn('Set headers.Authorization for "s"', found[0])
+        found = self.steps(
+            a_sight('DEGRADED', 'http_401'), transport='http',
+            url='https://h/?api_key=zz', headers={
+                'Authorization': 'Bearer ${GH_TOKEN}', 'X-Other': 'v'})
+        self.assertEqual(found[0], 'Renew headers.Authorization (GH_TOKEN), '
+                         'its url of server "s" (%s), then run: pf health s'
+                         % CASE_FILE)
+
+    def test_each_answer_of_an_api_has_a_step_of_its_own(self):
+        here = pf.Credential('shell env', 'x')
+        spec = dict(SECRET_SPEC, status_page='https://status.example.com')
+        wanted = (
+            (a_probe('http_401', 401), 'Renew API_TOKEN (shell env), then '),
+            (a_probe('http_403', 403), 'Give API_TOKEN (shell env) the '
+             'rights that http://127.0.0.1:9/me asks for, or renew it'),
+            (a_probe('rate_limited', 429, detail='Retry-After: 3600'),
+             'Wait as Retry-After says: 3600, or raise the plan'),
+            (a_probe('rate_limited', 429), 'Wait a while, or raise the '),
+            (a_probe('http_status', 503), 'Look at https://status.example'),
+            (a_probe('login_page'), 'Set health.url of server "s"'),
+            (a_probe('redirected', None), 'Set health.url of server "s"'),
+            (a_probe('tls', None), 'Look at https://status.example.com'))
+        seen = set()
+        for probe, first in wanted:
+            with self.subTest(probe):
+                found = self.steps(None, probe, health=spec,
+                                   credential=here)
+                self.assertTrue(found[0].startswith(first), found)
+                seen.add(first)
+        self.assertEqual(len(seen), 7)
+
+    def test_a_probe_that_has_no_credential_and_is_refused(self):
+        found = self.steps(None, a_probe('http_401', 401),
+                           health={'url': 'http://h/'})
+        self.assertIn('health.token_env of server "s" (%s)' % CASE_FILE,
+                      found[0])
+
+    def test_a_preset_knows_what_a_status_means(self):
+        found = self.steps(None, a_probe('http_status', 404),
+                           health={'preset': 'semgrep'})
+        self.assertEqual(found[0], '404: the token is one for CI scans only')
+
+    def test_present_says_how_it_is_tested(self):
+        here = pf.Credential('config', 'x')
+        for spec, credential, first in (
+                (SECRET_SPEC, pf.Credential('none', ''), 'To test the API: '
+                 'set API_TOKEN in this environment, then run: pf health s'),
+                ({'preset': 'exa'}, here, 'To test the API (costs money or '
+                 'quota): pf health --probe s'),
+                ({'url': 'http://h/', 'auth': 'bearer'}, here,
+                 'Name the credential of the probe in health.token_env of')):
+            with self.subTest(spec):
+                found = self.steps(None, a_probe(skipped='x'), health=spec,
+                                   credential=credential)
+                self.assertTrue(found[0].startswith(first), found)
+                self.assertEqual(found[-1], 'Details: pf servers show s')
+
+    def test_healthy_says_where_details_and_quota_are(self):
+        found = self.steps(None, a_probe(quota=['ratelimit-remaining: 4']))
+        self.assertEqual(found, ['Quota left: ratelimit-remaining: 4',
+                                 'Details: pf servers show s'])
+
+
+class HealthCase(WebCase, SyncCase):
+    """Health in this process, of a server `s` and an API of the test."""
+
+    shell = ()
+
+    def health(self, *words, **more):
+        """Run health; returns the report."""
+        env = dict(os.environ, CLAUDE_CONFIG_DIR=self.path('none'),
+                   **dict(self.proxies, **dict(self.shell)))
+        return self.do('health', *words, world=self.world(env=env, **more))
+
+    def only(self, *words, **more):
+        """Run health on one server; returns its row."""
+        report = self.health(*words, **more)
+        self.assertEqual(len(report['servers']), 1)
+        self.code = pf.exit_of_health(report)
+        return report['servers'][0]
+
+    def found(self, row):
+        """Give what a row comes down to: state, reason, exit code."""
+        return row['state'], row['reason'], self.code
+
+    def child(self, health=None, **spec):
+        """Configure a fake server `s`, and its health."""
+        entry = self.serve(starts=self.path('starts'), **spec)
+        self.configure({'s': dict(entry, health=health or {})})
+        return entry
+
+
+class Test19Sight(HealthCase):
+    """Step 1 with real servers: is it up, are its tools there."""
+
+    def test_what_children_do(self):
+        error = {'error': {'code': -32000, 'message': 'no licence'}}
+        for spec, health, found, part in (
+                ({'tools': []}, {}, ('OFFLINE', 'no_tools', 11),
+                 'process is up, lists no tools: usually a missing cred'),
+                ({'tools': [tool('a')]}, {}, ('HEALTHY', 'no_upstream', 0),
+                 'live; 1 tool; no upstream to probe'),
+                ({'tools': [tool('a')]}, {'tool': 'b'},
+                 ('OFFLINE', 'tool_missing', 11), 'not listed: b'),
+                ({'tools': [tool('a')]}, {'tools': ['a', 'b']},
+                 ('DEGRADED', 'tool_missing', 10), 'not listed: b'),
+                ({'tools': [tool('a')], 'die': 'initialize', 'stderr':
+                  'no KEY\n'}, {}, ('OFFLINE', 'exited', 11), 'with code 3'),
+                ({'answers': {'tools/list': error}}, {},
+                 ('DEGRADED', 'list_failed', 10), 'no licence'),
+                ({'version': '2099-01-01'}, {}, ('OFFLINE', 'protocol', 11),
+                 '2099-01-01')):
+            self.home = self.path('home-%d' % len(os.listdir(self.dir)))
+            self.child(health, **spec)
+            with self.subTest(spec=spec, health=health):
+                row = self.only()
+                self.assertEqual(self.found(row), found)
+                self.assertIn(part, row['evidence'])
+                self.assertTrue(row['what_to_do'])
+
+    def test_a_server_that_lost_its_tools_is_offline(self):
+        self.child(tools=[tool('a')])
+        self.only()
+        self.child(tools=[])
+        row = self.only()
+        self.assertEqual(self.found(row), ('OFFLINE', 'no_tools', 11))
+        self.assertEqual(row['tools_visible'], 0)
+
+    def test_the_end_of_stderr_is_shown(self):
+        self.child(die='initialize', stderr='FATAL: set KEY_X\n')
+        self.assertIn('Its stderr ends: FATAL: set KEY_X',
+                      self.only()['what_to_do'])
+
+    def test_what_is_not_there_or_has_no_value(self):
+        for entry, reason in (({'command': 'no-such-command-x'},
+                               'command_not_found'),
+                              ({'command': 'x', 'args': ['${NO_SUCH_V}']},
+                               'unresolved')):
+            self.home = self.path('home-' + reason)
+            self.configure({'s': entry})
+            with self.subTest(entry):
+                self.assertEqual(self.found(self.only()),
+                                 ('OFFLINE', reason, 11))
+
+    def test_a_slow_start_and_a_slow_list(self):
+        for stage, found in (('initialize', ('OFFLINE', 'timeout', 11)),
+                             ('tools/list', ('DEGRADED', 'list_failed',
+                                             10))):
+            self.home = self.path('home' + stage[:4])
+            self.child(tools=[tool('a')], sleep={stage: 60})
+            with self.subTest(stage):
+                self.assertEqual(self.found(self.only('--timeout', '500ms')),
+                                 found)
+
+    def test_a_list_that_fails_is_asked_for_once_more(self):
+        self.child(answers={'tools/list': {'error': {'code': 1}}})
+        self.only()
+        self.assertEqual(len(self.pids()), 2)
+
+    def test_a_list_that_then_comes_is_good(self):
+        lists = []
+
+        def answer(request):
+            lists.append(request)
+            return [web_reply(200, web_error(request, -1, 'later')
+                              if len(lists) == 1 else web_result(request))]
+        web = self.web(web_script(tools_list=answer))
+        self.configure({'s': {'url': web.url, 'type': 'http'}})
+        self.assertEqual(self.found(self.only()),
+                         ('HEALTHY', 'no_upstream', 0))
+        self.assertEqual(len(lists), 2)
+
+    def test_what_servers_over_http_answer(self):
+        bearer = {'Authorization': 'Bearer ' + API_TOKEN}
+        for reply, headers, found, part in (
+                (web_reply(401), {}, ('OFFLINE', 'http_401', 11),
+                 'sign-in needed'),
+                (web_reply(401, WWW_Authenticate='Bearer'), bearer,
+                 ('DEGRADED', 'http_401', 11), 'credential refused'),
+                (web_reply(403), {}, ('OFFLINE', 'http_403', 11),
+                 'sign-in needed'),
+                (web_reply(403), bearer, ('DEGRADED', 'http_403', 11),
+                 'credential refused'),
+                (web_reply(429, Retry_After=3600), bearer,
+                 ('OFFLINE', 'rate_limited', 11), 'Retry-After: 3600'),
+                (web_reply(503), {}, ('OFFLINE', 'http_status', 11), '503'),
+                (web_reply(302, Location='http://127.0.0.1:1/steal?x=1'),
+                 bearer, ('OFFLINE', 'redirected', 11),
+                 'set that URL')):
+            web = self.web(reply)
+            self.home = self.path('home-%d' % web.port)
+            self.configure({'s': {'url': web.url, 'type': 'http',
+                                  'headers': headers}})
+            with self.subTest(reply=reply, headers=headers):
+                row = self.only()
+                self.assertEqual(self.found(row), found)
+                self.assertIn(part, row['evidence'])
+                self.assertNotIn(API_TOKEN, json.dumps(row))
+
+    def test_servers_over_http_that_are_not_reached(self):
+        tls = self.web(web_script(), context=self.tls_context())
+        for url, cause in (('http://127.0.0.1:9/mcp', 'refused'),
+                           ('http://%s.test/' % ('a' * 70), 'dns'),
+                           (tls.url, 'tls')):
+            self.home = self.path('home-' + cause)
+            self.configure({'s': {'url': url, 'type': 'http'}})
+            with self.subTest(url):
+                self.assertEqual(self.found(self.only()),
+                                 ('OFFLINE', cause, 11))
+
+    def test_disabled_is_left_out_unless_it_is_named(self):
+        entry = dict(self.child(tools=[tool('a')]), enabled=False,
+                     quarantined=True)
+        self.configure({'s': entry, 't': self.serve('t', tools=[tool()])})
+        self.assertEqual([row['server'] for row in
+                          self.health()['servers']], ['t'])
+        self.assertEqual(self.found(self.only('s')),
+                         ('OFFLINE', 'disabled', 11))
+        self.assertEqual(self.pids(), [])
+
+    def test_quarantined_is_never_started(self):
+        entry = dict(self.child(tools=[tool('a')]), quarantined=True)
+        self.configure({'s': entry})
+        self.assertEqual(self.found(self.only()),
+                         ('OFFLINE', 'quarantined', 11))
+        self.assertEqual(self.pids(), [])
+
+    def test_a_changed_launch_is_never_started(self):
+        entry = self.child(tools=[tool('a')])
+        self.only()
+        before = self.pids()
+        entry['args'].append('--other')
+        self.configure({'s': entry})
+        row = self.only()
+        self.assertEqual(self.found(row), ('OFFLINE', 'quarantined', 11))
+        self.assertIn('launch changed', row['evidence'])
+        self.assertEqual(row['what_to_do'],
+                         ['Run: preflight servers approve s'])
+        self.assertEqual(self.pids(), before)
+
+    def test_it_is_recorded_as_a_sync_is(self):
+        self.child(tools=[tool('echo')])
+        self.only()
+        self.assertIn('trusted on first use', ' '.join(self.told))
+        self.assertEqual(self.gate('s:echo'), ['ready'])
+        types = [json.loads(row[0])['type'] for row in self.raw().execute(
+            'select body from activity order by seq')]
+        self.assertEqual(types, ['sync', 'health', 'preflight'])
+
+
+class Test19Cached(HealthCase):
+    """--cached: what is recorded, and no server is started."""
+
+    def test_states_of_a_record(self):
+        self.child(tools=[tool('a')])
+        row = self.only('--cached')
+        self.assertEqual(self.found(row), ('DEGRADED', 'not_seen', 10))
+        self.assertEqual(self.pids(), [])
+        self.one('sync')
+        before, later = self.pids(), int(time.time() * 1000) + 16 * 60000
+        row = self.only('--cached')
+        self.assertEqual(self.found(row), ('HEALTHY', 'no_upstream', 0))
+        self.assertRegex(row['evidence'], r'^cached, \d+m?s old; 1 tool; ')
+        row = self.only('--cached', now=lambda: later)
+        self.assertEqual(self.found(row), ('DEGRADED', 'stale', 10))
+        self.assertIn('cached, 16m old', row['evidence'])
+        self.assertEqual(self.pids(), before)
+
+    def test_max_age_of_the_entry_counts(self):
+        entry = self.child(tools=[tool('a')])
+        self.one('sync')
+        self.configure({'s': dict(entry, max_age='1d')})
+        later = int(time.time() * 1000) + 16 * 60000
+        self.assertEqual(self.only('--cached', now=lambda: later)['state'],
+                         'HEALTHY')
+
+    def test_a_recorded_failure_is_told_with_its_age(self):
+        self.child(die='initialize')
+        self.one('sync')
+        row = self.only('--cached')
+        self.assertEqual(self.found(row), ('OFFLINE', 'exited', 11))
+        self.assertIn('cached, ', row['evidence'])
+
+    def test_a_look_that_was_cut_off(self):
+        self.child(tools=[tool('a')])
+        self.one('sync')
+        self.raw().execute('update server set state=?, observed_at=?, '
+                           'lease_at=1, lease_until=?, lease_launch=launch',
+                           ('', None, 2))
+        self.assertEqual(self.found(self.only('--cached')),
+                         ('DEGRADED', 'interrupted', 10))
+
+
+class Test19Probe(HealthCase):
+    """Steps 2 to 4 with real HTTP servers. One look, then --cached."""
+
+    def setUp(self):
+        super().setUp()
+        self.entry = self.child(tools=[tool('a')])
+        self.one('sync')
+        self.shell = (('API_TOKEN', API_TOKEN),)
+
+    def probe(self, answer, *words, **health):
+        """Probe an API that answers so; returns the row."""
+        self.api = self.web(answer)
+        return self.ask(*words, **dict(
+            {'url': self.api.url + '?q=1', 'token_env': 'API_TOKEN'},
+            **health))
+
+    def ask(self, *words, **health):
+        """Run health on what is recorded, with this `health`."""
+        self.configure({'s': dict(self.entry, health=health)})
+        row = self.only('--cached', *words)
+        self.assertNotIn(API_TOKEN, json.dumps(row))
+        return row
+
+    ANSWERS = (
+        (web_reply(200, {}), 'HEALTHY', 'ok', 0, 'probe 200 in '),
+        (web_reply(200, b'plain', 'text/plain'), 'HEALTHY', 'ok', 0, '200'),
+        (web_reply(201, {}), 'DEGRADED', 'http_status', 10, 'probe 201'),
+        (b'HTTP/1.1 204 No\r\n\r\n', 'DEGRADED', 'http_status', 10, '204'),
+        (web_reply(401, {}), 'DEGRADED', 'http_401', 11, 'probe 401'),
+        (web_reply(403, {}), 'DEGRADED', 'http_403', 11, 'probe 403'),
+        (web_reply(404, {}), 'DEGRADED', 'http_status', 10, 'probe 404'),
+        (web_reply(429, {}, Retry_After=3600), 'DEGRADED', 'rate_limited',
+         10, 'Retry-After: 3600'),
+        (web_reply(503, {}), 'DEGRADED', 'http_status', 10, 'probe 503'),
+        (web_reply(302, b'', None), 'DEGRADED', 'http_status', 10, '302'),
+        (web_reply(200, b'<html>Sign in</html>', 'text/html'), 'DEGRADED',
+         'login_page', 10, 'looks like a login page'),
+        (web_reply(200, b'<!doctype html>', 'application/json'), 'DEGRADED',
+         'login_page', 10, 'looks like a login page'),
+        (b'hello\r\n\r\n', 'DEGRADED', 'protocol', 10, 'is no HTTP'),
+        (b'', 'DEGRADED', 'refused', 10, 'probe failed in '),
+        (b'HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nx', 'DEGRADED',
+         'protocol', 10, 'cut short'))
+
+    def test_answers(self):
+        for answer, state, reason, code, part in self.ANSWERS:
+            with self.subTest(answer):
+                row = self.probe(answer)
+                self.assertEqual(self.found(row), (state, reason, code))
+                self.assertIn(part, row['evidence'])
+                self.assertEqual(row['credential_source'], 'shell env')
+                self.assertIsNone(row['probe']['skipped'])
+                self.assertTrue(row['what_to_do'])
+
+    def test_what_is_asked(self):
+        self.probe(web_reply(200, {}))
+        request, = self.api.requests
+        self.assertEqual(
+            (request.method, request.path, request.headers['authorization'],
+             request.headers['accept']),
+            ('GET', '/mcp?q=1', 'Bearer ' + API_TOKEN, 'application/json'))
+        self.probe(web_reply(200, {}), method='POST', body={'a': 1},
+                   auth='header:X-Api-Key')
+        request, = self.api.requests
+        self.assertEqual(
+            (request.method, request.message, request.headers['x-api-key'],
+             request.headers['content-type'],
+             'authorization' in request.headers),
+            ('POST', {'a': 1}, API_TOKEN, 'application/json', False))
+
+    def test_a_body_that_is_text_is_sent_as_it_is(self):
+        self.probe(web_reply(200, {}), method='POST', body='[ 1,2]')
+        self.assertEqual(self.api.requests[0].headers['content-length'], '6')
+
+    def test_a_probe_may_need_no_credential(self):
+        self.shell = ()
+        row = self.probe(web_reply(200, {}), token_env=None)
+        self.assertEqual(self.found(row), ('HEALTHY', 'ok', 0))
+        self.assertNotIn('authorization', self.api.requests[0].headers)
+
+    def test_a_redirect_to_another_origin_gets_nothing(self):
+        other = self.web(web_reply(200, {}))
+        for status in (301, 302, 303, 307, 308):
+            with self.subTest(status):
+                row = self.probe(web_reply(status, Location=other.url
+                                           + '/steal?token=x'))
+                self.assertEqual(self.found(row),
+                                 ('DEGRADED', 'redirected', 10))
+                self.assertIn('redirected to %s/steal, set' % other.url,
+                              row['evidence'])
+        self.assertEqual(other.requests, [])
+
+    def test_a_redirect_inside_an_origin_keeps_the_method(self):
+        def answer(request):
+            return [web_reply(307, Location='/there') if request.path
+                    != '/there' else web_reply(200, {})]
+        row = self.probe(answer, method='POST', body={})
+        self.assertEqual(self.found(row), ('HEALTHY', 'ok', 0))
+        self.assertEqual([r.method for r in self.api.requests],
+                         ['POST', 'POST'])
+
+    def test_transport_errors(self):
+        tls = self.web(web_reply(200, {}), context=self.tls_context())
+        for url, reason in (('http://127.0.0.1:9/', 'refused'),
+                            ('http://%s.test/' % ('a' * 70), 'dns'),
+                            (tls.url, 'tls')):
+            with self.subTest(url):
+                row = self.ask(url=url, token_env='API_TOKEN')
+                self.assertEqual(self.found(row), ('DEGRADED', reason, 10))
+                self.assertIsNone(row['probe']['status'])
+                self.assertIsInstance(row['probe']['ms'], int)
+
+    def test_a_ca_of_the_users_is_trusted(self):
+        api = self.web(web_reply(200, {}), context=self.tls_context())
+        self.configure({'s': dict(self.entry, health={'url': api.url})})
+        row = self.only('--cached', ca_file=self.write('ca.pem', CA_CERT))
+        self.assertEqual(row['state'], 'HEALTHY')
+
+    def test_a_proxy_of_the_environment_is_used(self):
+        proxy = self.web(web_reply(200, {}))
+        self.shell += (('http_proxy', 'http://127.0.0.1:%d' % proxy.port),)
+        row = self.ask(url='http://api.test/me', token_env='API_TOKEN')
+        self.assertEqual(row['state'], 'HEALTHY')
+        self.assertEqual(proxy.requests[0].path, 'http://api.test/me')
+
+    def test_a_slow_drip_ends_at_the_limit(self):
+        self.patch('PROBE_TOTAL_MS', 300)
+        row = self.probe(lambda request: [
+            b'HTTP/1.1 200 OK\r\nContent-Length: 999999\r\n\r\n',
+            web_drip(b'.')])
+        self.assertEqual(self.found(row), ('DEGRADED', 'timeout', 10))
+        self.assertIn('no answer within ', row['evidence'])
+
+    def test_a_name_that_hangs_ends_at_the_limit_to_connect(self):
+        self.patch('PROBE_CONNECT_MS', 100)
+        let_go = threading.Event()
+        self.addCleanup(let_go.set)
+        with mock.patch('socket.getaddrinfo',
+                        side_effect=lambda *given: let_go.wait(7) and []):
+            row = self.ask(url='http://h.test/', token_env='API_TOKEN')
+        self.assertEqual(self.found(row), ('DEGRADED', 'timeout', 10))
+        self.assertIn('no connection', row['evidence'])
+
+    def test_a_connection_in_time_has_the_whole_limit_for_its_answer(self):
+        self.patch('PROBE_CONNECT_MS', 250)
+
+        def answer(request):
+            self.api.wait(0.4)
+            yield web_reply(200, {})
+        self.assertEqual(self.probe(answer)['state'], 'HEALTHY')
+
+    def test_a_large_answer_is_not_read_to_its_end(self):
+        row = self.probe(lambda request: [
+            b'HTTP/1.1 200 OK\r\n\r\n', web_drip(b'x' * 20000)])
+        self.assertEqual(self.found(row), ('HEALTHY', 'ok', 0))
+
+    def test_a_value_that_no_header_can_carry(self):
+        for value in ('a\nX-Evil: 1', 'caf\xe9', 'new\n'):
+            self.shell = (('API_TOKEN', value),)
+            with self.subTest(value):
+                row = self.probe(web_reply(200, {}))
+                self.assertEqual(self.found(row),
+                                 ('DEGRADED', 'protocol', 10))
+                self.assertEqual(self.api.requests, [])
+
+    def test_a_credential_that_is_not_here_is_not_guessed(self):
+        self.shell = ()
+        for validates, state in (('none', 'PRESENT (untested)'),
+                                 ('presence', 'PRESENT (untested)'),
+                                 ('remote', 'HEALTHY')):
+            with self.subTest(validates):
+                row = self.probe(web_reply(200, {}),
+                                 validates_credential=validates)
+                self.assertEqual(self.found(row),
+                                 (state, 'probe_skipped', 0))
+                self.assertEqual(row['probe'], {
+                    'status': None, 'ms': None,
+                    'skipped': 'credential not readable here'})
+                self.assertEqual(self.api.requests, [])
+
+    def test_what_costs_money_is_sent_only_when_asked_for(self):
+        self.shell = (('EXA_API_KEY', API_TOKEN),)
+        row = self.probe(web_reply(200, {}), preset='exa', token_env=None)
+        self.assertEqual(self.found(row),
+                         ('PRESENT (untested)', 'probe_skipped', 0))
+        self.assertIn('costs money or quota', row['probe']['skipped'])
+        self.assertEqual(self.api.requests, [])
+        row = self.probe(web_reply(200, {}), '--probe', preset='exa',
+                         token_env=None)
+        self.assertEqual(self.found(row), ('HEALTHY', 'ok', 0))
+        self.assertEqual([(r.headers['x-api-key'], r.message)
+                          for r in self.api.requests],
+                         [(API_TOKEN, {'query': 'x', 'numResults': 1})])
+
+    def test_nothing_is_asked_before_the_tools_are_seen(self):
+        for health in ({'tools': ['b']}, {}):
+            self.home = self.path('new-home' if not health else 'state')
+            with self.subTest(health):
+                row = self.probe(web_reply(200, {}), **health)
+                self.assertIn(row['state'], ('OFFLINE', 'DEGRADED'))
+                self.assertEqual(row['probe']['skipped'],
+                                 'its tools are not visible')
+                self.assertEqual(self.api.requests, [])
+
+    def test_a_missing_tool_does_not_hide_a_refusal(self):
+        row = self.probe(web_reply(401), tools=['a', 'b'])
+        self.assertEqual(self.found(row), ('DEGRADED', 'http_401', 11))
+        self.assertIn('not listed: b', row['evidence'])
+        row = self.probe(web_reply(200, {}), tools=['a', 'b'])
+        self.assertEqual(self.found(row), ('DEGRADED', 'tool_missing', 10))
+
+    def test_the_quota_that_is_left(self):
+        row = self.probe(web_reply(200, {}, X_RateLimit_Remaining=42))
+        self.assertEqual(row['what_to_do'][0],
+                         'Quota left: x-ratelimit-remaining: 42')
+
+    def test_the_gate_does_not_mind(self):
+        self.probe(web_reply(503))
+        self.assertEqual(self.gate('s:a'), ['ready'])
+
+    def test_the_last_probe_is_kept_and_a_skipped_one_is_none(self):
+        self.probe(web_reply(429, Retry_After=9))
+        with self.store().read() as con:
+            kept = pf.load_probe(con, 's', self.config)
+        self.assertEqual((kept['status'], kept['reason'], kept['detail']),
+                         (429, 'rate_limited', 'Retry-After: 9'))
+        self.shell = ()
+        self.ask(url=self.api.url, token_env='API_TOKEN')
+        with self.store().read() as con:
+            self.assertEqual(pf.load_probe(con, 's', self.config), kept)
+
+    def recorded(self, **health):
+        """Give the row of `s` as the service would."""
+        self.configure({'s': dict(self.entry, health=health)})
+        world = self.world(now=lambda: int(time.time() * 1000) + self.later)
+        return pf.recorded_health(world, pf.load_config(world))['servers'][0]
+
+    def test_a_recorded_probe_counts_while_it_is_young_and_the_same(self):
+        self.later = 0
+        self.probe(web_reply(503), token_env=None)
+        url = self.api.url + '?q=1'
+        self.assertEqual(self.recorded(url=url)['reason'], 'http_status')
+        self.assertEqual(self.recorded(url=url)['probe']['status'], 503)
+        self.assertEqual(self.recorded(url=url + '2')['reason'],
+                         'probe_skipped')
+        self.assertEqual(len(self.api.requests), 1)
+        self.entry['max_age'] = '1d'
+        self.later = 60 * 60000
+        row = self.recorded(url=url)
+        self.assertEqual(row['reason'], 'http_status')
+        self.assertIn('probe 503', row['evidence'])
+        self.assertIn('h', row['evidence'].rsplit(', ', 1)[1])
+        del self.entry['max_age']
+        self.assertEqual(self.recorded(url=url)['reason'], 'stale')
+
+
+class Test19Report(HealthCase):
+    """The report as a whole, and what is left behind."""
+
+    KEYS = ('server state reason evidence tools_visible tools_expected '
+            'credential_source probe what_to_do').split()
+
+    def test_the_shape_is_this(self):
+        self.child({'tool': 'echo'}, tools=[tool('echo'), tool('b')])
+        report = self.health()
+        self.assertEqual(list(report), ['overall', 'checked_at', 'servers'])
+        self.assertRegex(report['checked_at'],
+                         r'^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z$')
+        row, = report['servers']
+        self.assertEqual(list(row), self.KEYS)
+        self.assertEqual(list(row['probe']), ['status', 'ms', 'skipped'])
+        self.assertEqual(
+            (row['tools_visible'], row['tools_expected'],
+             row['credential_source'], row['probe']),
+            (2, ['echo'], 'none', {'status': None, 'ms': None,
+                                   'skipped': 'no upstream'}))
+
+    def test_many_worst_first(self):
+        self.configure({
+            'fine': self.serve('fine', tools=[tool()]),
+            'off': dict(self.serve('off'), enabled=False),
+            'bad': self.serve('bad', die='start'),
+            'slow': dict(self.serve('slow', tools=[tool()]),
+                         health={'tools': ['echo', 'x']})})
+        report = self.health()
+        self.assertEqual([row['server'] for row in report['servers']],
+                         ['bad', 'slow', 'fine'])
+        self.assertEqual((report['overall'], pf.exit_of_health(report)),
+                         ('OFFLINE', 11))
+        report = self.health('--cached', 'fine', 'slow')
+        self.assertEqual((report['overall'], pf.exit_of_health(report)),
+                         ('DEGRADED', 10))
+
+    def test_a_name_that_is_not_configured(self):
+        self.configure({'notes': self.serve(tools=[tool()]), 'bad': {}})
+        report = self.health('note', 'bad', 'notes')
+        rows = {row['server']: row for row in report['servers']}
+        self.assertEqual(pf.exit_of_health(report), 12)
+        self.assertEqual(rows['notes']['state'], 'HEALTHY')
+        self.assertEqual(list(rows['note']), self.KEYS)
+        self.assertIn('did you mean notes?', rows['note']['evidence'])
+        self.assertEqual(rows['note']['what_to_do'][0],
+                         'Run: preflight health notes')
+        self.assertIn('it has no command', rows['bad']['evidence'])
+
+    def test_nothing_to_look_at_is_an_error(self):
+        self.configure({})
+        self.assertIn('no server to look at', self.refused('health'))
+        self.configure({'s': dict(self.serve(), enabled=False)})
+        self.assertIn('no server to look at', self.refused('health'))
+
+    def test_the_audit_record_holds_names_and_codes_only(self):
+        self.child(die='start', stderr='why\n')
+        self.only()
+        body = self.raw().execute("select body from activity where "
+                                  "type='health'").fetchone()[0]
+        record = json.loads(body)
+        self.assertEqual((record['status'], record['metadata']), (
+            'blocked', {'overall': 'OFFLINE', 'servers': [
+                {'server': 's', 'state': 'OFFLINE', 'reason': 'exited'}]}))
+        self.assertEqual(pf.record_line(record),
+                         'OFFLINE: s OFFLINE (exited)')
+        self.assertTrue(self.do('activity', 'verify')['ok'])
+
+    def test_the_table(self):
+        report = pf.health_report([dict(pf.unknown_row(
+            'a\nb', '', [], 'pf'), evidence='x\x1by')], NOW)
+        self.assertEqual(pf.render_health(report, 12), (
+            'SERVER  STATE    REASON          CREDENTIAL  EVIDENCE\n'
+            'a\\x0ab  OFFLINE  not_configured  none        [x\\x1by]\n\n'
+            'What to do about a\\x0ab (OFFLINE):\n'
+            '  - Run: pf servers list\n\nOVERALL: OFFLINE (exit 12)\n'))
+
+    def start(self, api, *words, **env):
+        """Start the program on what is recorded of `s`."""
+        return subprocess.Popen(
+            [sys.executable, SCRIPT, '--home', self.home, '--config',
+             self.config, 'health'] + list(words), stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, env=dict(os.environ, **dict(
+                self.proxies, API_TOKEN=API_TOKEN, **env)))
+
+    def test_the_token_reaches_the_api_and_nothing_else(self):
+        seen = []
+
+        def answer(request):
+            for pid in filter(str.isdigit, os.listdir('/proc')):
+                with contextlib.suppress(OSError):
+                    with open('/proc/%s/cmdline' % pid, 'rb') as file:
+                        seen.append(file.read())
+            return [web_reply(401, {'error': request.headers[
+                'authorization']})]
+        if not os.path.isdir('/proc/self'):
+            self.skipTest('there is no /proc')
+        api = self.web(answer)
+        self.child({'url': api.url, 'token_env': 'API_TOKEN'},
+                   tools=[tool()])
+        for words in ((), ('-o', 'json'), ('-o', 'yaml')):
+            job = self.start(api, *words)
+            out, err = job.communicate(timeout=60)
+            with self.subTest(words):
+                self.assertEqual(job.returncode, 11, err)
+                self.assertIn(b'http_401', out)
+                self.assertNotIn(API_TOKEN.encode(), out + err)
+        self.assertEqual([r.headers['authorization'] for r in api.requests],
+                         ['Bearer ' + API_TOKEN] * 3)
+        self.assertNotIn(API_TOKEN.encode(), b''.join(seen))
+        for name in os.listdir(self.home):
+            with open(os.path.join(self.home, name), 'rb') as file:
+                self.assertNotIn(API_TOKEN.encode(), file.read())
+
+    def test_a_signal_ends_a_probe(self):
+        api = self.web(lambda request: [web_hang])
+        self.child({'url': api.url}, tools=[tool()])
+        self.one('sync')
+        job = self.start(api, '--cached')
+        self.wait_for(lambda: api.requests)
+        job.send_signal(signal.SIGTERM)
+        out, err = job.communicate(timeout=60)
+        self.assertEqual((job.returncode, out), (143, b''), err)
+
+
 # ==========================================================================
 # 20. commands and 23. cli
 # ==========================================================================
@@ -8751,6 +12557,7 @@ class CliCase(TempCase):
     def on_terminal(self, command, answer='', before=None):
         """Run a line with a terminal; before() runs while it asks.
 
+        answer: or several, with commas; the last one is given again.
         Returns a Result whose out is all that the terminal showed.
         """
         import pty
@@ -8770,10 +12577,12 @@ class CliCase(TempCase):
             if not part:
                 break
             seen += part
-            if seen.endswith(b'[y/N] '):
+            if seen.endswith((b'[y/N] ', b'[q]uit? ')):
                 if before:
                     before()
-                os.write(ours, answer.encode() + b'\n')
+                word, _, rest = answer.partition(',')
+                answer = rest or word
+                os.write(ours, word.encode() + b'\n')
         return Result(process.wait(60), seen.decode('utf-8').replace(
             '\r\n', '\n'), '')
 
@@ -9300,6 +13109,31 @@ class Test20Approve(CliCase):
         self.assertIn('changed while it was reviewed', done.out)
         self.assertEqual(self.reasons('s:echo'), ['tool_changed'])
 
+    def test_what_nobody_can_see_is_not_asked(self):
+        """Without stderr on the terminal the diff would go nowhere."""
+        self.changed('echo')
+        for verb in 'approve', 'review':
+            line = self.line('tools', verb, *['s:echo'][verb == 'review':])
+            done = self.on_terminal(line + ' 2>/dev/null', 'a')
+            self.assertEqual((done.code, done.out), (1, ''))
+        done = self.cli('tools', 'review')
+        self.assertEqual((done.code, done.out), (1, ''))
+        for part in 'no terminal', 'tools diff ID', 'tools approve --expect':
+            self.assertIn(part, done.err)
+        self.assertEqual(self.reasons('s:echo'), ['tool_changed'])
+
+    def test_a_review_at_a_terminal(self):
+        self.changed('a', 'b', 'c')
+        done = self.on_terminal(self.line('tools', 'review'),
+                                'x,,A,block,\x04')
+        self.assertEqual(done.code, 0, done)
+        self.assertEqual(done.out.count('[q]uit?'), 5, done)
+        self.assertIn('-- 1 of 3 --\ns:a: changed', done.out)
+        self.assertRegex(done.out, r'approved +s:a\nblocked +s:b\n'
+                                   r'not looked at +s:c\n')
+        self.assertEqual(self.reasons('s:a', 's:b', 's:c'), [
+            'ready', 'tool_blocked_by_user', 'tool_changed'])
+
     def test_approve_of_a_server_or_of_all(self):
         self.changed('a', 'b')
         self.servers = {'s': self.entry, 'other': self.serve(
@@ -9365,6 +13199,144 @@ class Test20Approve(CliCase):
         shown = self.cli('tools', 'show', 's:echo', '-o', 'json').json
         self.assertEqual((shown['status'], shown['approved_how']),
                          ('approved', 'approve'))
+
+
+class Test20Review(QuickCase):
+    """A walk through all that is pending or changed."""
+
+    def review(self, *answers, **more):
+        """Review with these answers; returns [(result, id)].
+
+        A function in place of an answer is called for it. What was asked
+        stands in self.asked as (question, choices).
+        """
+        left, self.asked, self.said = list(answers), [], []
+
+        def ask(question, choices=()):
+            self.asked.append((question, choices))
+            answer = left.pop(0)
+            return answer() if callable(answer) else answer
+        self.found = self.do('tools', 'review', *more.pop('names', ()),
+                             ask=ask, tell=self.said.append)
+        self.assertEqual(left, [])
+        return [(row['result'], row['id']) for row in self.found['tools']]
+
+    def three(self):
+        """Have a tool that changed, one that is new, one as approved."""
+        self.lists(tool(annotations=SAFE), tool('same'))
+        self.lists(tool(description='Now', annotations=SAFE), tool('same'),
+                   tool('new'))
+
+    def test_each_is_shown_and_decided_on(self):
+        self.three()
+        tokens = [self.diff(name)['token'] for name in ('echo', 'new')]
+        self.assertEqual(self.review('approve', 'block'),
+                         [('approved', 's:echo'), ('blocked', 's:new')])
+        (first, choices), (second, _) = self.asked
+        self.assertEqual(choices, ('approve', 'block', 'skip', 'quit'))
+        for part in ('-- 1 of 2 --\ns:echo: changed', '\n  -Echo text\n'
+                     '  +Now\n', tokens[0], 'What about s:echo?'):
+            self.assertIn(part, first)
+        self.assertIn('s:new: pending', second)
+        self.assertEqual(self.gate('s:echo', 's:new'),
+                         ['ready', 'tool_blocked_by_user'])
+        self.assertEqual(self.approvals(), [
+            {'action': 'block', 'tools': ['s:new']},
+            {'action': 'approve', 'tools': ['s:echo'],
+             'tokens': tokens[:1]}])
+
+    def test_skip_and_quit_decide_nothing(self):
+        self.three()
+        self.assertEqual(self.review('skip', 'quit'), [
+            ('skipped', 's:echo'), ('not looked at', 's:new')])
+        self.assertEqual(self.approvals(), [])
+        self.assertEqual(self.gate('s:echo', 's:new'),
+                         ['tool_changed', 'tool_pending_approval'])
+
+    def test_what_was_decided_is_not_asked_again(self):
+        self.three()
+        self.review('approve', 'block')
+        self.assertEqual(self.review(), [])
+        self.assertEqual(self.said, ['left out: 1 tool that you have '
+                                     'blocked'])
+
+    def test_what_changes_while_it_is_shown_is_shown_again(self):
+        self.three()
+
+        def change():
+            self.lists(tool(description='Then', annotations=SAFE))
+            return 'approve'
+        self.lists(tool(description='Now', annotations=SAFE))
+        self.assertEqual(self.review(change, 'approve'),
+                         [('approved', 's:echo')])
+        self.assertIn('+Now', self.asked[0][0])
+        self.assertIn('+Then', self.asked[1][0])
+        self.assertIn('s:echo changed while it was shown and is not '
+                      'approved', self.said[0])
+        self.assertEqual([row['tokens'] for row in self.approvals()],
+                         [[self.diff()['token']]])
+
+    def test_hints_that_change_while_it_is_shown_count_too(self):
+        self.three()
+
+        def change():
+            self.lists(tool(description='Now'))
+            return 'approve'
+        self.assertEqual(self.review(change, 'skip'), [
+            ('skipped', 's:echo'), ('settled meanwhile', 's:new')])
+        self.assertIn('readOnlyHint: true -> absent (riskier)',
+                      self.asked[1][0])
+        self.assertEqual(self.gate('s:echo'), ['tool_changed'])
+
+    def test_what_is_settled_while_another_is_shown(self):
+        """It went, came back as approved, or somebody else approved it."""
+        for settle in (lambda: self.lists(tool(annotations=SAFE)),
+                       lambda: self.approve('s:new')):
+            self.three()
+            self.assertEqual(self.review(
+                lambda settle=settle: settle() and 'skip'), [
+                    ('skipped', 's:echo'), ('settled meanwhile', 's:new')])
+            self.lists(tool(annotations=SAFE), tool('same'))
+
+    def test_what_cannot_be_approved_is_not_offered(self):
+        self.lists(tool())
+        self.lists(tool(), tool(description='Twin'))
+        self.assertEqual(self.review('block'), [('blocked', 's:echo')])
+        self.assertEqual(self.asked[0][1], ('block', 'skip', 'quit'))
+        self.assertIn('advertised twice', self.asked[0][0])
+
+    def test_what_no_id_can_name_is_told(self):
+        self.lists(tool())
+        self.lists(tool(), tool(' b'))
+        self.assertEqual(self.review(), [])
+        self.assertIn('left out: "s: b" begins or ends with a blank',
+                      self.said[0])
+
+    def test_launches_that_wait_are_listed_with_the_line(self):
+        self.three()
+        self.configure({'s': {'command': 'y'}, 'q': {
+            'command': 'z', 'quarantined': True}})
+        self.assertEqual(self.review(), [])
+        row, = self.found['servers']
+        self.assertEqual((row['server'], row['approve']),
+                         ('s', 'preflight servers approve s'))
+        self.assertIn('launch changed: it was x, now it is y', row['why'])
+
+    def test_names_of_servers_narrow_it(self):
+        self.three()
+        self.configure({'s': {'command': 'x'}, 'other': {'command': 'z'}})
+        self.assertEqual(self.review(names=['other']), [])
+        self.assertEqual(len(self.review('skip', 'skip', names=['s'])), 2)
+        self.assertIn('did you mean other?', self.refused(
+            'tools', 'review', 'othr'))
+
+    def test_with_a_lockfile_that_approves_it_names_tools_lock(self):
+        self.three()
+        self.do('tools', 'lock', '--all', '--yes', '--file',
+                self.path('preflight.lock'))
+        self.configure({'s': {'command': 'x'}}, approvals='lockfile',
+                       lockfile=self.path('preflight.lock'))
+        self.assertIn('tools lock', self.refused('tools', 'review'))
 
 
 class Test20Commands(CliCase):
@@ -9477,7 +13449,12 @@ class Test20Commands(CliCase):
             (PIN % (1, hash_of(tool())),
              PIN % (1, hash_of(tool(description='Changed')))))
         self.assertEqual(found['fields'], [
-            {'field': 'description', 'lines': ['-Echo text', '+Changed']}])
+            {'field': 'description', 'lines': ['-Echo text', '+Changed'],
+             'old': 'Echo text', 'new': 'Changed'}])
+        self.assertEqual(list(found), [
+            'id', 'status', 'why', 'approved_hash', 'hash', 'listed', 'note',
+            'changes', 'looks', 'fields', 'hints', 'odd_characters', 'token',
+            'approve'])
         self.assertEqual(len(found['hints']), 3)
         self.assertIn(' tools approve --expect %s s:echo' % found['token'],
                       found['approve'])
@@ -9660,6 +13637,860 @@ class Test20Servers(CliCase):
                 done = self.cli('servers', *words)
                 self.assertEqual((done.code, done.out), (1, ''))
         self.assertEqual(self.reasons('s:echo'), ['ready'])
+
+
+class LockCase(WorldCase, CliCase):
+    """A test of lockfiles, in this process: a server s, looked at."""
+
+    def setUp(self):
+        super().setUp()
+        self.file = self.path('my.lock')
+        self.starts = self.path('starts')
+
+    def sees(self, *tools):
+        """Have s list these tools, and look at it."""
+        self.entry = self.serve(tools=list(tools), starts=self.starts)
+        if not os.path.exists(self.config):
+            self.configure({'s': self.entry})
+        self.do('sync')
+
+    def lock(self, *words, **more):
+        """Run `tools lock` on the file: {id: result}."""
+        return {row['id']: row['result'] for row in self.do(
+            'tools', 'lock', '--file', self.file, *words, **more)}
+
+    def no_lock(self, *words, **more):
+        """Be refused by `tools lock`: all that it said. Nothing changes."""
+        before = self.bytes()
+        text = self.refused('tools', 'lock', '--file', self.file, *words,
+                            **more)
+        self.assertEqual(self.bytes(), before)
+        self.assertEqual([name for name in os.listdir(self.dir)
+                          if name.endswith('.new')], [])
+        return ' '.join(self.told + [text])
+
+    def bytes(self):
+        """Read the lockfile; None where there is none."""
+        if not os.path.exists(self.file):
+            return None
+        with open(self.file, 'rb') as file:
+            return file.read()
+
+    def held(self):
+        """Read the lockfile as a Lock."""
+        return pf.read_lock(self.file)
+
+    def gate(self, *words):
+        """Check by the lockfile: {id: reason or ready}."""
+        report = self.do('tools', 'preflight', '--lock', self.file, *words)
+        self.answers = {answer.id: answer for answer in report.answers}
+        return {answer.id: answer.reason or 'ready'
+                for answer in report.answers}
+
+    def records(self, kind='lock'):
+        """Give the metadata of the records of a kind, newest first."""
+        return [row['metadata'] for row in self.do(
+            'activity', 'list', '--type', kind)['activities']]
+
+    def token(self, text, tool):
+        """Write ID=TOKEN for a tool as a server lists it."""
+        return '%s=%s' % (text, pf.review_token(
+            hash_of(tool), pf.read_hints(tool.get('annotations'))))
+
+
+class Test20Lock(LockCase):
+    """`tools lock`: what it writes, and when it writes nothing."""
+
+    def test_a_first_lock_and_what_is_in_it(self):
+        self.sees(tool(annotations=SAFE), tool('b'))
+        self.assertEqual(self.lock('s:echo'), {'s:echo': 'added'})
+        lock = self.held()
+        self.assertEqual(list(lock.tools), ['s:echo'])
+        self.assertEqual(lock.tools['s:echo'], pf.Locked(
+            1, hash_of(tool()), SAFE, ''))
+        server = pf.known_server(pf.load_config(self.world()), 's')
+        self.assertEqual(lock.launches, {'s': (
+            pf.launch_digest(server), pf.launch_text(server))})
+
+    def test_twice_is_the_same_bytes_and_no_record(self):
+        self.sees(tool(), tool('b'))
+        self.lock('s:b', 's:echo')
+        before = self.bytes()
+        for words in ((), ('s:echo', 's:b'), ('--all',), ('s:echo',)):
+            self.assertEqual(set(self.lock(*words).values()), {'unchanged'})
+            self.assertEqual(self.bytes(), before)
+        self.assertEqual(len(self.records()), 1)
+
+    def test_ids_leave_every_other_tool_as_it_was(self):
+        self.sees(tool(), tool('b'), tool('c'))
+        self.lock('s:echo', 's:b')
+        held = self.held().tools['s:b']
+        self.sees(tool(description='New'), tool('b', 'New'), tool('c'))
+        self.do('tools', 'approve', '--all', '--yes')
+        self.assertEqual(self.lock(' s : echo', 's:c'), {
+            's:echo': 'renewed', 's:b': 'unchanged', 's:c': 'added'})
+        self.assertEqual(self.held().tools['s:b'], held)
+        self.assertEqual(self.lock(), {
+            's:echo': 'unchanged', 's:b': 'renewed', 's:c': 'unchanged'})
+
+    def test_all_drops_what_is_no_longer_listed(self):
+        self.sees(tool(), tool('b'))
+        self.lock('--all')
+        self.sees(tool(), tool('c'))
+        self.do('tools', 'approve', '--all', '--yes')
+        self.assertEqual(self.lock('--all'), {
+            's:echo': 'unchanged', 's:b': 'removed', 's:c': 'added'})
+        self.assertEqual(self.records()[0]['removed'], ['s:b'])
+
+    def test_all_leaves_out_what_can_never_be_ready_and_says_so(self):
+        self.sees(tool(), tool('held'), tool('denied'), tool(' odd'))
+        self.configure({'s': dict(self.entry, disabled_tools=['denied']),
+                        'off': {'command': 'x', 'enabled': False},
+                        'bad': {'type': 'odd'}})
+        self.do('tools', 'block', 's:held')
+        self.assertEqual(self.lock('--all'), {'s:echo': 'added'})
+        text = ' '.join(self.told)
+        for part in ('"s:held": it is blocked', '"s:denied": the config den',
+                     '"s: odd": no id can name it',
+                     'Server "off" is switched off', 'entry "bad" in'):
+            self.assertIn('left out: ' * (part[0] != 'e') + part, text)
+
+    def test_remove(self):
+        self.sees(tool(), tool('b'))
+        self.lock('--all')
+        self.sees(tool(description='New'))
+        self.assertEqual(self.lock('--remove', 's:b'), {
+            's:echo': 'unchanged', 's:b': 'removed'})
+        self.assertEqual(list(self.held().tools), ['s:echo'])
+        self.assertIn('"s:b" is not in the lockfile', self.no_lock(
+            '--remove', 's:b'))
+        self.assertIn('nothing is left to be locked', self.no_lock(
+            '--remove', 's:echo'))
+
+    def test_full_keeps_the_definitions_from_then_on(self):
+        self.sees(tool(), tool('b'))
+        self.lock('s:echo')
+        self.assertEqual(self.lock('--full'), {'s:echo': 'renewed'})
+        self.lock('s:b')
+        self.assertEqual({name: row.text for name, row in
+                          self.held().tools.items()}, {
+            's:echo': pf.definition_text(tool()),
+            's:b': pf.definition_text(tool('b'))})
+
+    def test_what_is_refused(self):
+        self.sees(tool(), tool('ch'), tool('two'))
+        self.sees(tool(), tool('ch', 'New'), tool('new'), tool('two'),
+                  tool('two', 'Other'))
+        self.configure({'s': self.entry, 'never': {'command': 'x'},
+                        'held': {'command': 'x', 'quarantined': True}})
+        for words, parts in (
+                (('s:echo', 's:ch'), ('"s:ch" is changed',
+                                      'preflight tools diff s:ch')),
+                (('s:new',), ('"s:new" is pending', 'tools diff s:new')),
+                (('s:new', '--expect', 's:new=' + H1), ('its token is now',)),
+                (('s:no',), ('"s:no" is not listed now. Run: preflight tools '
+                             'list s',)),
+                (('s:two', '--yes'), ('"s:two" cannot be locked: advertised '
+                                      'twice',)),
+                (('never:x', '--yes'), ('Run: preflight sync never',)),
+                (('held:x', '--yes'), ('quarantined in', 'Run: preflight '
+                                       'servers approve held')),
+                (('gone:x',), ('no server "gone" is configured',)),
+                (('--all', '--yes'), ('sync never', 'servers approve held')),
+                ((), ('there is no lockfile',)),
+                (('--remove', 's:echo'), ('there is no lockfile',)),
+                (('s',), ('An id has the form',)),
+                (('s:echo', '--all'), ('not both',)),
+                (('s:echo', '--remove', ' s:echo'), ('to be removed',)),
+                (('s:echo', '--expect', 's:ch=x'), ('not locked here',)),
+                (('s:echo', '--expect', 'x'), ('is not ID=TOKEN',)),
+                (('s:echo', '--expect', ''), ('is not ID=TOKEN',)),
+                (('s:echo', '--expect', 's:echo='), ('its token is now',))):
+            with self.subTest(words=words):
+                text = self.no_lock(*words)
+                for part in parts:
+                    self.assertIn(part, text)
+        self.assertIn('--file is empty', self.refused(
+            'tools', 'lock', '--file', '', 's:echo'))
+        self.assertIsNone(self.bytes())
+        self.assertEqual(self.records(), [])
+
+    def test_a_set_with_a_tool_that_is_gone_names_its_cure(self):
+        self.sees(tool(), tool('-b'))
+        self.lock('--all')
+        self.sees(tool())
+        text = self.no_lock()
+        command = re.search(r'Run: preflight (.*?) preflight|Run: preflight '
+                            '(.*?) nothing was', text).group(2)
+        self.assertEqual(self.do(*shlex.split(command)), [
+            {'id': 's:-b', 'result': 'removed'},
+            {'id': 's:echo', 'result': 'unchanged'}])
+        self.assertEqual(self.lock(), {'s:echo': 'unchanged'})
+
+    def test_approved_in_the_same_breath(self):
+        """By a token or by --yes; it is approved in the state as well."""
+        old, new = tool(), tool(description='New')
+        for words in (('--expect', self.token('s:echo', new)), ('--yes',),
+                      ('--expect', self.token(' s:echo', new).upper().replace(
+                          'S:ECHO', 's:echo'))):
+            self.sees(old)
+            self.do('tools', 'approve', '--all', '--yes')
+            self.lock('s:echo')
+            self.sees(new)
+            with self.subTest(words=words):
+                self.assertEqual(self.lock('s:echo', *words), {
+                    's:echo': 'renewed'})
+                self.assertEqual(self.gate(), {'s:echo': 'ready'})
+                record = self.records()[0]
+                self.assertEqual(
+                    (record['action'], record['file'], record['tools'],
+                     record['approved'], record['tokens']),
+                    ('lock', self.file, ['s:echo'], ['s:echo'], [
+                        self.token('', new)[1:]]))
+                self.assertEqual(self.records('approval')[0]['tokens'],
+                                 record['tokens'])
+
+    def test_it_asks_with_the_diff(self):
+        self.sees(tool())
+        self.sees(tool(description='New'))
+        for answer in False, True:
+            asked = []
+            world = self.world(ask=lambda text: asked.append(text) or answer)
+            if answer:
+                self.lock('s:echo', world=world)
+            else:
+                self.no_lock('s:echo', world=world)
+            self.assertEqual(len(asked), 1)
+            self.assertIn('+New', asked[0])
+        self.assertEqual(self.held().tools['s:echo'].hash, hash_of(
+            tool(description='New')))
+
+    def test_what_changed_between_the_question_and_the_answer(self):
+        self.sees(tool())
+        self.lock('s:echo')
+        self.sees(tool(description='New'))
+
+        def meanwhile(text):
+            self.sees(tool(description='Evil'))
+            return True
+        self.assertIn('changed while it was reviewed', self.no_lock(
+            's:echo', ask=meanwhile))
+        self.assertEqual(len(self.records()), 1)
+        self.assertEqual(self.do('tools', 'list')[0]['status'], 'changed')
+
+    def test_another_tool_that_changed_meanwhile(self):
+        """One that was approved, and that nobody was asked about."""
+        self.sees(tool(), tool('b'))
+        self.sees(tool(description='New'), tool('b'))
+
+        def meanwhile(text):
+            self.sees(tool(description='New'), tool('b', 'Evil'))
+            return True
+        self.assertIn('changed while it was reviewed', self.no_lock(
+            's:echo', 's:b', ask=meanwhile))
+
+    def test_what_could_not_be_read_is_never_written(self):
+        self.sees(tool())
+        self.patch('render_lock', lambda lock: '{}')
+        self.assertIn('has no lockfileVersion', self.no_lock('s:echo'))
+
+    def test_a_file_that_changed_between_the_question_and_the_answer(self):
+        self.sees(tool(), tool('b'))
+        self.lock('s:echo')
+        self.sees(tool(description='New'), tool('b'))
+
+        def meanwhile(text):
+            self.lock('s:b')
+            self.now = self.bytes()
+            return True
+        text = self.refused('tools', 'lock', '--file', self.file, 's:echo',
+                            ask=meanwhile)
+        self.assertIn('the lockfile %s changed meanwhile' % self.file, text)
+        self.assertEqual(self.bytes(), self.now)
+
+    def test_two_at_a_time(self):
+        """What each run says it did is in the file, or it was refused."""
+        names = ['s:a', 's:b', 's:c', 's:d']
+        self.sees(tool(), *[tool(name[2:]) for name in names])
+        self.lock('s:echo')
+        found = self.forked(*[lambda name=name: self.lock(name)
+                              for name in names])
+        done = {name for name, rows in zip(names, found)
+                if isinstance(rows, dict)}
+        self.assertEqual(set(self.held().tools), done | {'s:echo'})
+        for rows in found:
+            if isinstance(rows, str):
+                self.assertIn('changed', rows)
+
+    def test_what_it_tells_beside_the_rows(self):
+        self.sees(tool(), tool('b'))
+        self.do('tools', 'block', 's:b')
+        self.lock('s:echo', 's:b')
+        self.assertIn('warning: "s:b" is never ready: it is blocked',
+                      self.told)
+        self.configure({'s': dict(self.entry, cwd='/')})
+        self.do('servers', 'approve', 's', '--yes')
+        self.do('sync')
+        self.assertEqual(self.lock('s:echo'), {'s:b': 'unchanged',
+                                               's:echo': 'renewed'})
+        self.assertIn('the launch of server "s" was ', self.told[0])
+        self.assertIn('[cwd=/]', self.told[0])
+
+    def test_no_record_no_file(self):
+        self.sees(tool())
+
+        def fail(con, record):
+            raise pf.StoreError('no room')
+        self.patch('append_record', fail)
+        self.assertIn('no room', self.no_lock('s:echo'))
+
+    def test_a_damaged_one_is_never_overwritten(self):
+        self.sees(tool())
+        for data in b'', b'{}', b'<<<<<<< ours', b'{"lockfileVersion": 2}':
+            self.write('my.lock', data)
+            with self.subTest(data=data):
+                for words in ('s:echo',), ('--all', '--yes'), ():
+                    self.assertIn('lockfile ' + self.file,
+                                  self.no_lock(*words))
+
+    def test_mode_and_link_stay(self):
+        self.sees(tool(), tool('b'))
+        real = self.write('real', '')
+        os.unlink(real)
+        os.symlink(real, self.file)
+        self.lock('s:echo')
+        umask = os.umask(0)
+        os.umask(umask)
+        self.assertEqual(stat.S_IMODE(os.stat(real).st_mode),
+                         0o666 & ~umask)
+        os.chmod(real, 0o640)
+        self.lock('s:b')
+        self.assertTrue(os.path.islink(self.file))
+        self.assertEqual(stat.S_IMODE(os.stat(real).st_mode), 0o640)
+        self.assertEqual(len(self.held().tools), 2)
+
+    def test_a_place_that_cannot_be_written(self):
+        self.sees(tool())
+        self.file = self.path('no', 'my.lock')
+        self.assertIn('cannot write %s: no such file' % self.file,
+                      self.no_lock('s:echo'))
+        self.file = self.dir
+        self.assertIn('lockfile %s: cannot be read: is a dir' % self.dir,
+                      self.refused('tools', 'lock', '--file', self.file,
+                                   's:echo'))
+        self.assertEqual(self.records(), [])
+
+    def test_no_secret_of_a_launch_is_written(self):
+        self.sees(tool())
+        self.entry.update(
+            args=self.entry['args'] + ['--api-key', 'swordfish1', '-e',
+                                       'DB_PASSWORD=swordfish2'],
+            env={'PATH': os.environ['PATH'] + ':/x?token=swordfish3',
+                 'API_KEY': 'swordfish4'})
+        self.configure({'s': self.entry})
+        self.do('servers', 'approve', 's', '--yes')
+        self.do('sync')
+        self.lock('--all', '--full')
+        self.assertNotIn(b'swordfish', self.bytes())
+        self.assertEqual(self.gate(), {'s:echo': 'ready'})
+        self.entry['args'][-1] = 'DB_PASSWORD=other'
+        self.configure({'s': self.entry})
+        self.assertEqual(self.gate(), {'s:echo': 'server_quarantined'})
+        self.assertIn('only a masked part differs',
+                      self.answers['s:echo'].detail)
+
+    def test_a_url_is_masked(self):
+        self.configure({'w': {
+            'url': 'https://u:swordfish1@h.example/mcp?k=swordfish2',
+            'headers': {'X': 'swordfish3'}}})
+        text = pf.launch_text(pf.known_server(pf.load_config(
+            self.world()), 'w'))
+        lock = pf.Lock('f', {'w': (H1, text)}, {'w:t': pf.Locked(
+            1, H1, {}, '')})
+        self.assertNotIn('swordfish', pf.render_lock(lock))
+
+    def test_where_the_file_is(self):
+        """--file; else the config's, beside it; else here."""
+        self.sees(tool())
+        os.mkdir(self.path('sub'))
+        for top, words, path in (
+                ({'lockfile': 'sub/a'}, ['--file', self.path('b')], 'b'),
+                ({'lockfile': 'sub/a'}, [], 'sub/a'),
+                ({'lockfile': self.path('c')}, [], 'c'),
+                ({'approvals': 'lockfile'}, ['--yes'], 'preflight.lock')):
+            self.configure({'s': self.entry}, **top)
+            with self.subTest(path=path):
+                self.do('tools', 'lock', 's:echo', *words)
+                self.assertTrue(os.path.exists(self.path(path)))
+        self.configure({'s': self.entry})
+        done = self.run_cli('tools', 'lock', 's:echo', cwd=self.path('sub'))
+        self.assertEqual(done.out, 'ID      RESULT\ns:echo  added\n')
+        self.assertTrue(os.path.exists(self.path('sub', 'preflight.lock')))
+
+
+class Test20LockCheck(LockCase):
+    """`tools preflight --lock`, `tools verify` and --require-pins."""
+
+    def setUp(self):
+        super().setUp()
+        self.sees(tool(annotations=SAFE), tool('b'), tool('c'))
+        self.lock('s:echo', 's:b', '--full')
+
+    def test_the_set_or_a_part_of_it(self):
+        self.assertEqual(self.gate(), {'s:b': 'ready', 's:echo': 'ready'})
+        self.assertEqual(self.gate(' s:b '), {'s:b': 'ready'})
+        text = self.refused('tools', 'preflight', '--lock', self.file, 's:c')
+        self.assertIn('"s:c" is not in the lockfile ' + self.file, text)
+        self.assertEqual(self.gate('--read-only-only'), {
+            's:b': 'missing_annotation', 's:echo': 'ready'})
+
+    def test_pins_and_hints_gate_whatever_the_state_trusts(self):
+        self.sees(tool(), tool('b', 'New'))
+        self.do('tools', 'approve', '--all', '--yes')
+        self.assertEqual(self.gate(), {'s:b': 'hash_mismatch',
+                                       's:echo': 'tool_changed'})
+
+    def test_a_second_pin(self):
+        pin = 'sha256/v1:' + hash_of(tool('b'))
+        self.assertEqual(self.gate('--pin', 's:b=' + pin.upper().replace(
+            'SHA256/V', 'sha256/v')), {'s:b': 'ready', 's:echo': 'ready'})
+        for words, part in (
+                (('--pin', 's:b=sha256/v1:' + H1), 'with two pins'),
+                (('--pin', 's:b=x'), 'with two pins'),
+                (('--pin', 's:c=' + pin), 'which is not asked for'),
+                (('s:echo', '--pin', 's:b=' + pin), 'is not asked for')):
+            with self.subTest(words=words):
+                self.assertIn(part, self.refused(
+                    'tools', 'preflight', '--lock', self.file, *words))
+
+    def test_a_lockfile_that_is_none(self):
+        self.write('empty', '')
+        self.write('bad', '{}')
+        for path, why in (('gone', 'is not there'), ('empty', 'is empty'),
+                          ('bad', 'has no lockfileVersion')):
+            for verb in 'preflight', 'verify', 'explain':
+                done = self.run_cli('tools', verb, '--lock', path, 's:b')
+                with self.subTest(path=path, verb=verb):
+                    self.assertEqual((done.code, done.out), (1, ''))
+                    self.assertIn('lockfile %s: %s' % (path, why), done.err)
+        for verb in 'preflight', 'verify':
+            self.assertIn('--lock is empty', self.refused(
+                'tools', verb, '--lock', '', 's:b'))
+
+    def test_require_pins(self):
+        pin = 's:c=sha256/v1:' + hash_of(tool('c'))
+        self.assertEqual(self.gate('--require-pins'), {
+            's:b': 'ready', 's:echo': 'ready'})
+        self.assertEqual(self.do(
+            'tools', 'preflight', 's:c', '--pin', pin,
+            '--require-pins').verdict, 'ready')
+        before = len(self.records('preflight'))
+        text = self.refused('tools', 'preflight', 's:c', 's:b', '--pin', pin,
+                            '--require-pins', '--sync')
+        self.assertIn('--require-pins: there is no pin for "s:b"', text)
+        self.assertEqual(len(self.records('preflight')), before)
+
+    def test_a_service_cannot_compare_launches(self):
+        done = self.run_cli('--url', 'http://127.0.0.1:9', 'tools',
+                            'preflight', '--lock', self.file)
+        self.assertEqual((done.code, done.out), (1, ''))
+        self.assertIn('--lock is local only', done.err)
+
+    def test_more_than_a_request_may_hold(self):
+        names = ['t%03d' % n for n in range(130)]
+        self.sees(*map(tool, names))
+        self.do('tools', 'approve', '--all', '--yes')
+        self.lock('--all')
+        self.assertEqual(self.gate(), dict.fromkeys(
+            ['s:' + name for name in names], 'ready'))
+
+    def fresh(self, **more):
+        """Be a fresh runner with an edited config; its start is counted."""
+        self.home = self.path('fresh', str(len(os.listdir(self.dir))))
+        os.path.exists(self.starts) and os.unlink(self.starts)
+        self.configure({'s': dict(self.entry, **more)})
+
+    def test_a_fresh_runner(self):
+        self.fresh()
+        self.assertEqual(self.gate('--sync'), {'s:b': 'ready',
+                                               's:echo': 'ready'})
+        self.assertEqual([line for line in self.told if 'trusted' in line],
+                         [])
+        self.assertEqual(len(self.pids()), 1)
+
+    def test_a_pull_request_that_changes_the_launch_does_not_run(self):
+        marker = self.path('marker')
+        for more in ({'command': 'touch', 'args': [marker]},
+                     {'env': {'PYTHONSTARTUP': marker}},
+                     {'args': self.entry['args'] + ['--more']},
+                     {'cwd': '/'}):
+            self.fresh(**more)
+            with self.subTest(more=more):
+                self.assertEqual(set(self.gate('--sync').values()),
+                                 {'server_quarantined'})
+                self.assertFalse(os.path.exists(marker))
+                self.assertEqual(self.pids(), [])
+                self.assertIn('not started: Server "s": launch changed: the '
+                              'lockfile', ' '.join(self.told))
+
+    def test_what_a_launch_does_not_hold_does_not_stop_it(self):
+        self.fresh(env={'LEVEL': '2'}, max_age='1h')
+        self.assertEqual(self.gate('--sync')['s:b'], 'ready')
+
+    def cured(self, text):
+        """Follow the remedy of an id at a terminal, as it is printed."""
+        done = self.run_cli('tools', 'preflight', '-o', 'json', '--lock',
+                            self.file)
+        row = {row['id']: row for row in done.json['tools']}[text]
+        line = re.search('then run: (.*)', row['remediation']).group(1)
+        done = self.on_terminal(line, 'y')
+        self.assertEqual(done.code, 0, done)
+        return self.gate('--sync')[text]
+
+    def test_each_remedy_cures(self):
+        self.sees(tool(), tool('b', 'New'))
+        self.do('tools', 'approve', '--all', '--yes')
+        for text, reason in (('s:echo', 'tool_changed'),
+                             ('s:b', 'hash_mismatch')):
+            self.assertEqual(self.gate()[text], reason)
+            self.assertEqual(self.cured(text), 'ready')
+        self.fresh(args=self.entry['args'] + ['--more'])
+        self.assertEqual(self.gate()['s:b'], 'server_quarantined')
+        self.assertEqual(self.cured('s:b'), 'ready')
+
+    def test_a_launch_that_is_approved_keeps_its_pins(self):
+        before = self.held()
+        self.configure({'s': dict(self.entry, cwd='/')})
+        self.refused('servers', 'approve', 's', '--lock', self.file)
+        self.assertEqual(self.held(), before)
+        self.do('servers', 'approve', 's', '--lock', self.file, '--yes')
+        self.assertEqual(self.held().tools, before.tools)
+        self.assertNotEqual(self.held().launches, before.launches)
+        self.assertEqual(self.records()[0]['server'], 's')
+        self.do('sync')
+        self.assertEqual(self.gate()['s:b'], 'ready')
+        self.configure({'s': self.entry, 'n': self.entry})
+        for words, why in ((('n', '--lock', self.file), 'no tool of server '
+                            '"n" is in the lockfile'),
+                           (('s', '--lock', ''), '--lock is empty'),
+                           (('s', '--lock', self.path('no')), 'is not the')):
+            self.assertIn(why, self.refused('servers', 'approve', *words))
+
+    def verify(self, *words):
+        """Run `tools verify -o json`: (exit code, drift by id, new)."""
+        done = self.run_cli('tools', 'verify', '--lock', self.file, '-o',
+                            'json', *words)
+        data = done.json
+        self.assertEqual(list(data), ['verdict', 'checked_at', 'tools',
+                                      'drift', 'new'])
+        return done.code, {row['id']: row for row in data['drift']}, data[
+            'new']
+
+    def test_verify_of_no_drift(self):
+        code, drift, new = self.verify()
+        self.assertEqual((code, drift), (0, {}))
+        self.assertEqual(new, [{
+            'id': 's:c', 'status': 'approved',
+            'hash': 'sha256/v1:' + hash_of(tool('c'))}])
+        metadata = self.records('preflight')[0]
+        self.assertEqual((metadata['verdict'], metadata['ids_count']),
+                         ('ready', 2))
+
+    def test_verify_shows_each_drift(self):
+        self.sees(tool('echo', 'New'), tool('d'))
+        before = self.bytes()
+        code, drift, new = self.verify()
+        self.assertEqual((code, sorted(drift)), (12, ['s:b', 's:echo']))
+        self.assertEqual(drift['s:b']['status'], 'not listed')
+        self.assertEqual(drift['s:echo']['fields'][0]['lines'],
+                         ['-Echo text', '+New'])
+        self.assertIn('readOnlyHint: true -> absent (riskier)',
+                      drift['s:echo']['hints'])
+        self.assertEqual([row['id'] for row in new], ['s:d'])
+        self.assertEqual(new[0]['status'], 'pending')
+        self.assertEqual(self.bytes(), before)
+        text = self.run_cli('tools', 'verify', '--lock', self.file).out
+        for part in ('VERDICT: unknown_ids (exit 12)', 'drift: s:echo: ch',
+                     'drift: s:b: not listed', '-Echo text',
+                     ' tools lock --file=', 'not in the lockfile:\n'):
+            self.assertIn(part, text)
+
+    def test_verify_on_a_host_that_never_saw_the_locked_text(self):
+        """Field by field with --full, else both hashes."""
+        self.sees(tool('echo', 'New', annotations=SAFE), tool('b'))
+        self.home = self.path('other')
+        self.do('sync')
+        code, drift, _ = self.verify()
+        self.assertEqual(code, 11)
+        self.assertIn('-Echo text', drift['s:echo']['fields'][0]['lines'])
+        lock = self.held()
+        self.write('my.lock', pf.render_lock(lock._replace(tools={
+            name: row._replace(text='')
+            for name, row in lock.tools.items()})))
+        row = self.verify()[1]['s:echo']
+        self.assertEqual(row['approved_hash'], 'sha256/v1:' + hash_of(
+            tool()))
+        self.assertEqual(row['hash'], 'sha256/v1:' + hash_of(
+            tool(description='New')))
+        self.assertIn('not kept here', row['note'])
+
+    def test_verify_of_another_launch(self):
+        self.configure({'s': dict(self.entry, command='/other')})
+        code, drift, new = self.verify()
+        self.assertEqual((code, list(drift), new), (11, ['s'], []))
+        self.assertIsNone(drift['s']['why'])
+        lines = drift['s']['fields'][0]['lines']
+        self.assertTrue(lines[0].startswith('-' + sys.executable), lines)
+        self.assertTrue(lines[1].startswith('+/other'), lines)
+        self.assertEqual(self.pids()[1:], [])
+        self.assertIn('unknown option --sync', self.refused(
+            'tools', 'verify', '--sync'))
+
+    def test_verify_of_a_launch_whose_masked_part_differs(self):
+        lock, text = self.held(), pf.launch_text(pf.known_server(
+            pf.load_config(self.world()), 's'))
+        self.write('my.lock', pf.render_lock(lock._replace(launches={
+            's': (H1, text)})))
+        self.assertEqual(self.verify()[1]['s']['why'],
+                         'only a masked part differs')
+        self.assertIn('drift: s: launch changed (only a masked part differs)',
+                      self.run_cli('tools', 'verify', '--lock',
+                                   self.file).out)
+
+    def test_an_answer_kept_is_not_one_by_a_lockfile(self):
+        world = self.world()
+        config = pf.load_config(world)
+        question = pf.Question([pf.parse_id('s:c')], pf.operator(config), (),
+                               world.now(), config.settings, 'p', '')
+        lock = pf.Lock('f', {'s': (H1, 'other')}, {})
+        with pf.Store(self.home, world) as store, store.read() as con:
+            snap = pf.open_snapshot(con, config)
+            reasons = [pf.judge_refs(snap, question._replace(lock=held))[
+                0][0].reason for held in (None, lock, None)]
+        self.assertEqual(reasons, [None, 'server_quarantined', None])
+
+    def test_explain_names_the_lockfile(self):
+        self.sees(tool('echo', 'New', annotations=SAFE), tool('b'))
+        self.do('tools', 'approve', '--all', '--yes')
+        rows = {row['gate']: row for row in self.do(
+            'tools', 'explain', '--lock', self.file, 's:echo')}
+        self.assertEqual(rows['pin']['result'], 'stopped')
+        self.assertIn(self.file, rows['pin']['fact'])
+
+
+class Test20LockMode(LockCase):
+    """"approvals": "lockfile": the committed file is the baseline."""
+
+    def setUp(self):
+        super().setUp()
+        self.file = self.path('preflight.lock')
+        self.entry = self.serve(tools=[tool(), tool('b')],
+                                starts=self.starts)
+        self.mode()
+
+    def mode(self, approvals='lockfile', top=None, **more):
+        """Write the config, with approvals in the lockfile."""
+        self.configure({'s': dict(self.entry, **more)}, approvals=approvals,
+                       **top or {})
+
+    def gate(self, *words):
+        """Check s:echo and s:b: the reasons of both."""
+        report = self.do('tools', 'preflight', 's:echo', 's:b', *words)
+        self.answers = report.answers
+        return [answer.reason or 'ready' for answer in report.answers]
+
+    def lists(self, *tools):
+        """Have s list other tools, and look at it."""
+        self.serve(tools=list(tools), starts=self.starts)
+        return self.do('sync')[0][0]
+
+    def locked(self):
+        """Look at s and lock s:echo, unseen."""
+        self.do('sync')
+        self.assertEqual(self.lock('s:echo', '--yes'), {'s:echo': 'added'})
+
+    def test_without_the_file_no_check_and_the_first_lock(self):
+        for words in (('tools', 'preflight', 's:echo'),
+                      ('tools', 'explain', 's:echo'), ('tools', 'verify')):
+            text = self.refused(*words)
+            self.assertIn('lockfile %s: is not there' % self.file, text)
+            self.assertIn('preflight tools lock', text)
+        found = self.do('config', 'check')
+        self.assertIn(self.file, found['errors'][0])
+        row = self.do('sync')[0][0]
+        self.assertEqual((row.state, row.baseline, row.added), (
+            'ready', False, ['echo', 'b']))
+        self.assertIn('the lockfile %s is not there' % self.file,
+                      ' '.join(self.told))
+        self.assertNotIn('trusted', ' '.join(self.told))
+        for verb in ('tools', 'list'), ('tools', 'show', 's:b'), (
+                'tools', 'diff', 's:b'), ('servers', 'list'), (
+                'servers', 'show', 's'):
+            self.do(*verb)
+        self.assertIn('"s:b" is pending', self.no_lock('s:b'))
+        self.lock('--all', '--yes')
+        self.assertEqual(self.gate(), ['ready', 'ready'])
+        self.assertEqual((self.count('approved'), self.count('launch')),
+                         (0, 0))
+
+    def test_a_damaged_one_is_1_everywhere(self):
+        self.do('sync')
+        self.write('preflight.lock', '{')
+        for words in (('tools', 'preflight', 's:echo'), ('sync',),
+                      ('tools', 'list'), ('tools', 'show', 's:b'),
+                      ('tools', 'lock', '--all', '--yes'), ('servers', 'list'),
+                      ('servers', 'approve', 's', '--yes')):
+            self.assertIn('lockfile %s: is not JSON' % self.file,
+                          self.refused(*words))
+
+    def test_what_is_not_in_it_is_pending(self):
+        self.locked()
+        self.assertEqual(self.gate(), ['ready', 'tool_pending_approval'])
+        self.assertEqual({row['id']: row['status'] for row in self.do(
+            'tools', 'list')}, {'s:echo': 'approved', 's:b': 'pending'})
+        row = self.do('tools', 'show', 's:echo')
+        self.assertEqual((row['approved_how'], row['approved_at']),
+                         ('lock', None))
+
+    def test_another_hash_or_riskier_hints_are_changed(self):
+        self.lists(tool(annotations=SAFE), tool('b'))
+        self.lock('--all', '--yes')
+        for new in (tool(description='New', annotations=SAFE), tool()):
+            row = self.lists(new, tool('b'))
+            self.assertEqual(self.gate(), ['tool_changed', 'ready'])
+            self.assertEqual(row.changed, ['echo'])
+            self.lists(tool(annotations=SAFE), tool('b'))
+            self.assertEqual(self.gate(), ['ready', 'ready'])
+
+    def test_auto_and_quarantine_off_let_pass(self):
+        self.locked()
+        for top, more in (({'quarantine_enabled': False}, {}),
+                          ({}, {'trust_mode': 'auto'})):
+            self.mode(top=top, **more)
+            self.do('sync')
+            self.assertEqual(self.gate(), ['ready', 'ready'])
+        self.lists(tool(description='New'), tool('b'), tool('c'))
+        self.assertEqual(self.records('sync')[0]['approved'], [])
+        self.assertEqual(self.count('approved'), 0)
+
+    def test_a_fleet(self):
+        """A host that never saw a thing is judged by the committed file."""
+        self.locked()
+        self.home = self.path('host2')
+        self.lists(tool(description='Swapped'), tool('b'))
+        self.assertEqual(self.gate(), ['tool_changed',
+                                       'tool_pending_approval'])
+
+    def test_another_launch_is_not_started(self):
+        self.locked()
+        os.unlink(self.starts)
+        self.home = self.path('host2')
+        self.mode(args=self.entry['args'] + ['--more'])
+        row = self.do('sync')[0][0]
+        self.assertEqual(row.state, 'quarantined')
+        self.assertEqual(self.gate('--sync'), ['server_quarantined'] * 2)
+        self.assertEqual(self.pids(), [])
+        row = self.do('servers', 'show', 's')
+        self.assertEqual((row['launch_known'], row['quarantined_by']),
+                         (False, 'launch'))
+        self.assertIn('Run: preflight servers approve s', self.no_lock(
+            's:echo', '--yes'))
+
+    def test_the_launches_of_the_state_are_not_asked(self):
+        self.mode('state')
+        self.do('sync')
+        self.mode('state', args=self.entry['args'] + ['--more'])
+        self.assertEqual(self.gate(), ['server_quarantined'] * 2)
+        self.mode(args=self.entry['args'] + ['--more'])
+        self.do('sync')
+        self.lock('--all', '--yes')
+        self.assertEqual(self.gate(), ['ready', 'ready'])
+        self.mode('state', args=self.entry['args'] + ['--more'])
+        self.assertEqual(self.gate(), ['server_quarantined'] * 2)
+
+    def test_back_to_state_finds_its_approvals(self):
+        self.mode('state')
+        self.do('sync')
+        self.mode()
+        self.lists(tool(description='New'), tool('b'))
+        self.lock('--all', '--yes')
+        self.assertEqual(self.gate(), ['ready', 'ready'])
+        self.mode('state')
+        self.assertEqual(self.gate(), ['tool_changed', 'ready'])
+
+    def test_servers_approve_writes_the_file(self):
+        self.locked()
+        before = self.held()
+        self.mode(cwd='/')
+        digest = pf.launch_digest(pf.known_server(
+            pf.load_config(self.world()), 's'))
+        self.assertIn('not approved', self.refused('servers', 'approve', 's'))
+        self.assertIn('its digest is now', self.refused(
+            'servers', 'approve', 's', '--expect', H1))
+        self.assertEqual(self.held(), before)
+        found = self.do('servers', 'approve', 's', '--expect', digest)
+        self.assertEqual((found['result'], found['carried']),
+                         ('approved', 1))
+        self.assertEqual(self.held().launches['s'][0], digest)
+        self.assertEqual(self.held().tools, before.tools)
+        self.assertEqual((self.records()[0]['server'], self.records(
+            'server')[0]['server']), ('s', 's'))
+        self.assertEqual(self.count('launch'), 0)
+        self.do('sync')
+        self.assertEqual(self.gate(), ['ready', 'tool_pending_approval'])
+
+    def test_switches_work_as_ever(self):
+        self.locked()
+        for verb, reason in (('quarantine', 'server_quarantined'),
+                             ('approve', 'ready'),
+                             ('disable', 'server_disabled'),
+                             ('enable', 'ready')):
+            self.do('servers', verb, 's')
+            self.assertEqual((verb, self.gate()[0]), (verb, reason))
+
+    def test_another_server_can_be_looked_at(self):
+        self.locked()
+        self.configure({'s': self.entry, 'n': self.entry},
+                       approvals='lockfile', quarantine_new_servers=True)
+        rows = self.do('sync')[0]
+        self.assertEqual([row.state for row in rows], ['ready', 'ready'])
+        self.assertIn('quarantine_new_servers has no effect',
+                      ' '.join(self.told))
+        report = self.do('tools', 'preflight', 'n:echo')
+        self.assertEqual(report.answers[0].reason, 'tool_pending_approval')
+
+    def test_approve_says_who_approves(self):
+        self.locked()
+        text = self.refused('tools', 'approve', 's:b', '--yes')
+        self.assertIn('`tools lock` approves', text)
+        self.assertIn('Run: preflight tools lock s:b', text)
+
+    def test_the_line_of_a_diff_and_of_a_remedy_cure(self):
+        self.locked()
+        self.assertEqual(self.gate(), ['ready', 'tool_pending_approval'])
+        remedy = self.answers[1].remediation
+        line = self.do('tools', 'diff', 's:b')['approve']
+        self.assertEqual(remedy, 'Review it with `tools diff`, then run: '
+                         + line)
+        self.do(*shlex.split(line)[1:])
+        self.assertEqual(self.gate(), ['ready', 'ready'])
+        self.lists(tool(description='New'), tool('b'))
+        self.assertEqual(self.gate(), ['tool_changed', 'ready'])
+        self.do(*shlex.split(self.answers[0].remediation.split(
+            'then run: ')[1])[1:])
+        self.assertEqual(self.gate(), ['ready', 'ready'])
+        self.assertEqual(self.count('approved'), 0)
+        self.assertEqual(self.records()[0]['approved'], ['s:echo'])
+
+    def test_ignored_changes_need_the_locked_text(self):
+        self.do('sync')
+        self.lock('--all', '--full', '--yes')
+        more = {'ignore_changes': {'*': ['description']}}
+        self.home = self.path('host2')
+        self.mode(**more)
+        row = self.lists(tool(description='Now 17:05'), tool('b'))
+        self.assertEqual(row.changed, [])
+        self.assertEqual(self.gate(), ['ready', 'ready'])
 
 
 class Test20Activity(CliCase):
@@ -10189,9 +15020,20 @@ class TestZero(CliCase):
                 self.assertNotIn('tool', row['moved'])
                 self.assertNotIn('server', row['moved'])
 
+    def test_cached_health_starts_nothing_and_leaves_one_record(self):
+        self.mixed()
+        for row in self.trapped('health --cached s dead off never web',
+                                'health --cached -o json',
+                                'health --cached nope'):
+            with self.subTest(row['words']):
+                self.assertIn(row['code'], (11, 12))
+                self.assertEqual((row['caught'], row['moved'],
+                                  row['records']), ([], [], 1))
+
     def test_the_traps_do_catch_what_looks_at_servers(self):
         self.mixed()
-        for row in self.trapped('sync s', 'tools preflight --sync s:ok'):
+        for row in self.trapped('sync s', 'tools preflight --sync s:ok',
+                                'health s'):
             self.assertTrue(row['caught'], row)
 
     def modules(self, *words):
@@ -10905,6 +15747,553 @@ class Test23Foreign(CliCase):
         """Hold what a command wrote to not naming a secret."""
         self.assertNotIn('QZ', done.out)
         self.assertNotIn('QZ', done.err)
+class ContractCase(SyncCase):
+    """A contract `job` on a server `s`, and what syncs say of it."""
+
+    def add(self, *words):
+        """Register; returns the result."""
+        return self.do('contract', 'add', *words)
+
+    def broken(self, *words):
+        """Sync; returns what it tells of contracts."""
+        self.do('sync', *words)
+        return [line for line in self.told if re.match('(job|other): ',
+                                                       line)]
+
+    def moves(self, *tools, **spec):
+        """Sync with the server changed; what it tells of contracts."""
+        self.serve(tools=list(tools), **spec)
+        return self.broken()
+
+    def has(self, *ids):
+        """Have `s` list echo and two, trusted, and job need some ids."""
+        self.sees(tool(), tool('two'))
+        self.add('job', *ids or ('s:echo',))
+
+    def records(self):
+        """Give (status, metadata) of the contract records, oldest first."""
+        found = self.do('activity', 'list', '--type', 'contract')
+        return [(row['status'], row['metadata'])
+                for row in reversed(found['activities'])]
+
+    def pin(self, name='echo'):
+        """Give the pin of a tool as it is listed."""
+        return self.do('tools', 'show', 's:' + name)['hash']
+
+    def lockfile(self, **hints):
+        """Write a lockfile of echo as it now is; returns its path."""
+        server = pf.known_server(pf.load_config(self.world()), 's')
+        version, digest = pf.parse_pin(self.pin())
+        return self.write('a.lock', pf.render_lock(pf.Lock('', {
+            's': (pf.launch_digest(server), pf.launch_text(server))}, {
+            's:echo': pf.Locked(version, digest, hints, '')})))
+
+
+class Test20Contracts(ContractCase):
+    """What breaks a contract is told at the move, and only then."""
+
+    def test_each_move_is_told_once(self):
+        self.has()
+        new = tool(description='Another')
+        for tools, said in (
+                ([tool(), tool('two')], []), ([tool()], []),
+                ([new], ['changed']), ([new], []),
+                ([tool('two')], ['vanished']), ([tool('two')], []),
+                ([new, tool('two')], ['changed']),
+                ([tool()], ['is back']), ([tool()], [])):
+            with self.subTest(tools=tools):
+                self.assertEqual(self.moves(*tools), [
+                    'job: s:echo ' + word for word in said])
+
+    def test_one_that_was_never_there(self):
+        self.has('s:new')
+        self.assertIn('s:new is not ready now: not_found', self.told[0])
+        self.assertEqual(self.moves(tool()), [])
+        self.assertEqual(self.moves(tool(), tool('new')),
+                         ['job: s:new pending approval'])
+        self.approve('s:new')
+        self.assertEqual(self.broken(), ['job: s:new is back'])
+
+    def test_one_added_before_any_look(self):
+        self.configure({'s': self.serve(tools=[tool()])})
+        self.add('job', 's:echo', 's:nope')
+        self.assertEqual(self.broken(), ['job: s:nope is not there'])
+        self.assertEqual(self.broken(), [])
+
+    def test_a_pin(self):
+        self.sees(tool())
+        self.add('job', 's:echo', '--pin', 's:echo=' + self.pin())
+        self.assertEqual(self.broken(), [])
+        self.moves(tool(description='Another'))
+        self.approve('s:echo')
+        self.assertEqual(self.broken(), ['job: s:echo pin no longer fits'])
+        self.assertEqual(self.broken(), [])
+
+    def test_an_outage_is_no_break_and_hides_none(self):
+        self.has()
+        for tools, spec, said in (
+                ([tool()], {'die': 'start'}, []),
+                ([tool('two')], {}, ['job: s:echo vanished']),
+                ([tool('two')], {'die': 'start'}, []),
+                ([tool('two')], {}, []),
+                ([tool('two')], {'die': 'start'}, []),
+                ([tool()], {}, ['job: s:echo is back'])):
+            with self.subTest(tools=tools, spec=spec):
+                self.assertEqual(self.moves(*tools, **spec), said)
+
+    def test_a_login(self):
+        self.has()
+        held, seen = pf.observe_server, pf.Observation(
+            'pending_auth', '', 'asked with 401', None, None, 0, None, {},
+            [], '')
+        self.patch('observe_server', lambda *given: seen)
+        self.assertEqual(self.broken(), ['job: s:echo needs a login'])
+        self.assertEqual(self.broken(), [])
+        self.patch('observe_server', held)
+        self.assertEqual(self.broken(), ['job: s:echo is back'])
+
+    def test_a_launch(self):
+        self.has()
+        entry = self.serve(tools=[tool()])
+        self.configure({'s': dict(entry, args=entry['args'] + ['x'])})
+        self.assertEqual(self.broken(), ['job: s:echo launch changed'])
+        self.assertEqual(self.broken(), [])
+        self.configure({'s': entry})
+        self.assertEqual(self.broken(), ['job: s:echo is back'])
+
+    def test_what_the_operator_or_the_config_decides(self):
+        self.has()
+        entry = self.serve(tools=[tool()])
+        off = dict(entry, disabled_tools=['echo'])
+        for verb, back, said in (
+                ('servers disable s', 'servers enable s', 'is switched off'),
+                ('servers quarantine s', 'servers approve s --yes',
+                 'is quarantined'),
+                ('tools block s:echo', 'tools unblock s:echo', 'is blocked'),
+                ({'s': off}, {'s': entry}, 'is denied by the config'),
+                ({}, {'s': entry}, 'is not configured')):
+            for step, word in ((verb, said), (back, 'is back')):
+                with self.subTest(step):
+                    if isinstance(step, dict):
+                        self.configure(step)
+                    else:
+                        self.do(*step.split())
+                    self.assertEqual(self.broken(), ['job: s:echo ' + word])
+                    self.assertEqual(self.broken(), [])
+
+    def test_two_contracts_on_one_tool_and_one_on_none(self):
+        self.has()
+        self.add('other', 's:echo', 's:two')
+        self.add('third', 's:two')
+        self.assertEqual(self.moves(tool('two')), [
+            'job: s:echo vanished', 'other: s:echo vanished'])
+        self.assertEqual(self.moves(tool()), [
+            'job: s:echo is back', 'other: s:echo is back',
+            'other: s:two vanished'])
+
+    def test_another_projects_server_is_not_the_one(self):
+        self.has()
+        other = self.write('other.json', json.dumps({'mcpServers': {
+            's': self.serve('s2', tools=[tool('two')])}}))
+        self.do('sync', configs=(other,))
+        self.assertFalse([line for line in self.told if 'job' in line])
+        self.assertEqual(self.moves(tool('two')), ['job: s:echo vanished'])
+
+    def test_a_check_that_syncs_first_tells_it_too(self):
+        self.has()
+        self.serve(tools=[tool('two')])
+        self.assertEqual(self.gate('s:two', '--sync'), ['ready'])
+        self.assertIn('job: s:echo vanished', self.told)
+        self.assertEqual(self.broken(), [])
+
+    def test_health_tells_it_too(self):
+        self.has()
+        self.serve(tools=[tool('two')])
+        self.do('health')
+        self.assertIn('job: s:echo vanished', self.told)
+
+    def test_records(self):
+        self.has()
+        self.add('job', 's:echo')       # unchanged: no record
+        self.moves(tool('two'))
+        self.moves(tool())
+        self.do('contract', 'remove', 'job')
+
+        def move(event):
+            return {'contract': 'job', 'server': 's',
+                    'tools': [{'id': 's:echo', 'event': event}]}
+        self.assertEqual(self.records(), [
+            ('success', {'action': 'added', 'contract': 'job',
+                         'tools': ['s:echo']}),
+            ('blocked', move('vanished')), ('success', move('back')),
+            ('success', {'action': 'removed', 'contract': 'job'})])
+        self.assertTrue(self.do('activity', 'verify')['ok'])
+
+    def test_syncs_at_once_tell_it_once(self):
+        self.has()
+        self.serve(tools=[tool('two')])
+
+        def look():
+            self.do('sync')
+            return [line for line in self.told if 'job: ' in line]
+        self.assertEqual(sum(self.forked(look, look, look), []),
+                         ['job: s:echo vanished'])
+
+    def test_whoever_comes_second_finds_it_told(self):
+        """The comparison is inside the transaction, lease or not."""
+        self.has()
+        self.patch('watch_contracts', lambda *given: [])
+        self.moves(tool('two'))
+        self.patch('watch_contracts', self.real_watch)
+        config = pf.load_config(self.world())
+
+        def watch():
+            with pf.Store(self.home, self.world()) as store:
+                with store.write() as con:
+                    return pf.watch_contracts(con, self.world(), config, 's')
+        found = self.forked(watch, watch)
+        self.assertEqual(sorted(found), [[], ['job: s:echo vanished']])
+
+    real_watch = staticmethod(pf.watch_contracts)
+
+    def test_a_broken_contract_moves_no_exit_code_nor_stdout(self):
+        def found():
+            got, unknown = self.do('sync')
+            data = pf.sync_data((got, unknown))['servers']
+            return pf.exit_of_sync((got, unknown)), [
+                dict(row, ms=0) for row in data]
+        self.sees(tool(), tool('two'))
+        self.serve(tools=[tool('two')])
+        self.broken()
+        self.moves(tool())
+        self.serve(tools=[tool('two')])
+        plain = found()
+        self.moves(tool())
+        self.add('job', 's:echo')
+        self.serve(tools=[tool('two')])
+        self.assertEqual(found(), plain)
+        self.assertEqual(plain[0], 0)
+        self.assertIn('job: s:echo vanished', self.told)
+
+
+class Test20ContractNames(ContractCase):
+    """contract add, list, check, remove."""
+
+    def test_the_same_again_is_unchanged_and_another_replaces(self):
+        self.has('s:two', 's:echo')
+        for words, result, more in (
+                (['s:echo', 's:two'], 'unchanged', {}),
+                (['s:echo', 's:new'], 'replaced', {
+                    'new': ['s:new'], 'gone': ['s:two'], 'other_pin': []}),
+                (['s:echo', 's:new', '--pin', 's:echo=' + self.pin()],
+                 'replaced', {'new': [], 'gone': [],
+                              'other_pin': ['s:echo']})):
+            with self.subTest(words):
+                self.assertEqual(self.add('job', *words), dict(
+                    more, contract='job', result=result, tools=2))
+        self.assertEqual([data['action'] for _, data in self.records()],
+                         ['added', 'replaced', 'replaced'])
+
+    def test_what_cannot_be_registered(self):
+        self.sees(tool())
+        damaged, lock = self.write('d.lock', '{}'), self.lockfile()
+        for words, said in (
+                ([], 'one name'), (['', 's:a'], 'one name'),
+                (['a/b', 's:a'], 'one name'),
+                (['x' * 65, 's:a'], 'one name'), (['job'], 'or --lock'),
+                (['job', '--lock', ''], 'or --lock'),
+                (['job', 's:a', '--lock', lock], 'or --lock'),
+                (['job', '--lock', lock, '--pin', 's:echo=x'], '--pin'),
+                (['job', '--lock', self.path('none')], 'is not there'),
+                (['job', '--lock', damaged], 'is not a lockfile'),
+                (['job', 'echo'], '<server>:<tool>'),
+                (['job', 's:a', '--pin', 's:a=x'], 'the pin of'),
+                (['job', 's:a', '--pin', 's:b=x'], 'not asked for')):
+            with self.subTest(words):
+                self.assertIn(said, self.refused('contract', 'add', *words))
+        self.assertEqual(self.do('contract', 'list'), [])
+        self.assertEqual(self.records(), [])
+
+    def test_what_is_not_ready_is_told_and_registered(self):
+        self.sees(tool())
+        self.add('job', 's:ech', 'no:x')
+        self.assertEqual(len(self.told), 2)
+        self.assertIn('server_not_configured', self.told[0])
+        self.assertIn('Did you mean s:echo?', self.told[1])
+        self.assertEqual(self.do('contract', 'list')[0]['broken'], {
+            'no:x': 'not_configured', 's:ech': 'missing'})
+        self.add('job', *['s:t%d' % n for n in range(12)])
+        self.assertIn('2 more are not ready', self.told[-1])
+
+    def test_list(self):
+        self.has()
+        pin = self.pin()
+        self.add('a.b-c_9', 's:two', 's:echo', '--pin', 's:echo=' + pin)
+        rows = self.do('contract', 'list')
+        self.assertEqual([(row['contract'], row['tools'], row['lock'],
+                           row['broken']) for row in rows],
+                         [('a.b-c_9', 2, None, {}), ('job', 1, None, {})])
+        self.assertEqual(rows[0]['needs'], [{'id': 's:echo', 'pin': pin},
+                                            {'id': 's:two'}])
+        self.assertEqual(rows[0]['configs'], [self.config])
+
+    def test_remove(self):
+        self.has()
+        self.assertIn('did you mean job?', self.refused(
+            'contract', 'remove', 'jbo'))
+        self.assertIn('one name', self.refused('contract', 'remove', 'job',
+                                               'x'))
+        self.do('contract', 'remove', 'job')
+        self.assertEqual(self.do('contract', 'list'), [])
+        self.assertEqual(self.moves(tool('two')), [])
+
+    def test_a_need_that_stays_is_no_news_when_others_come(self):
+        self.has()
+        self.assertEqual(self.moves(tool('two')), ['job: s:echo vanished'])
+        self.add('job', 's:echo', 's:two')
+        self.assertEqual(self.broken(), [])
+        self.assertEqual(self.moves(tool(), tool('two')),
+                         ['job: s:echo is back'])
+
+    def test_a_lockfile_is_registered_by_value(self):
+        self.sees(tool())
+        path = self.lockfile()
+        self.assertEqual(self.add('job', '--lock', path)['result'], 'added')
+        self.assertEqual(self.add('job', '--lock', path)['result'],
+                         'unchanged')
+        os.remove(path)
+        row = self.do('contract', 'list')[0]
+        self.assertEqual((row['lock'], row['needs']), (path, [
+            {'id': 's:echo', 'pin': self.pin()}]))
+        self.moves(tool(description='Another'))
+        self.approve('s:echo')
+        self.assertEqual(self.broken(), ['job: s:echo pin no longer fits'])
+
+    def test_the_launch_and_hints_of_a_lockfile_must_hold(self):
+        self.sees(tool(annotations={'readOnlyHint': True}))
+        self.add('job', '--lock', self.lockfile(readOnlyHint=True))
+        self.assertEqual(self.reasons('job'), ['ready'])
+        self.serve(tools=[tool()])
+        self.do('sync')
+        self.approve('s:echo')
+        self.assertEqual(self.broken(), [])     # told as changed before
+        self.assertEqual(self.reasons('job'), ['tool_changed'])
+        entry = self.serve(tools=[tool()])
+        self.configure({'s': dict(entry, args=entry['args'] + ['x'])})
+        self.do('servers', 'approve', 's', '--yes')
+        self.assertEqual(self.reasons('job'), ['server_quarantined'])
+        self.assertEqual(self.broken(), ['job: s:echo launch changed'])
+
+    def reasons(self, name, *words):
+        """Check a contract; the reasons, 'ready' for none."""
+        report = self.do('contract', 'check', name, *words)
+        return [answer.reason or 'ready' for answer in report.answers]
+
+    def test_check_syncs_filters_and_names_itself_in_the_record(self):
+        self.has()
+        self.assertEqual(self.reasons('job', '--read-only-only'),
+                         ['missing_annotation'])
+        self.serve(tools=[tool('two')])
+        self.assertEqual(self.reasons('job', '--sync', '--request-id', 'r1'),
+                         ['not_found'])
+        row = self.do('activity', 'list', '--request-id', 'r1')[
+            'activities'][0]
+        self.assertEqual((row['type'], row['metadata']['contract'],
+                          row['metadata']['reasons']),
+                         ('preflight', 'job', {'not_found': 1}))
+
+    def test_check_after_another_project_registered_it(self):
+        """The config of this run is judged, never that of the contract."""
+        self.has()
+        other = self.write('other.json', '{"mcpServers": {}}')
+        report = self.do('contract', 'check', 'job', configs=(other,))
+        self.assertEqual(report.answers[0].reason, 'server_not_configured')
+
+
+class Test20ContractCodes(CliCase):
+    """contract check as a shell sees it."""
+
+    def test_codes_and_what_is_printed(self):
+        self.one_server(tool(), tool('two'))
+        self.configure({'s': self.serve('s', tools=[tool()]), 'n': {
+            'command': 'never-run'}})
+        self.look('s')
+        for name, ids, code, verdict in (
+                ('ok', ['s:echo'], 0, 'ready'),
+                ('wait', ['n:x'], 10, 'degraded_retryable'),
+                ('pin', ['s:echo', '--pin', 's:echo=sha256/v1:' + H1], 11,
+                 'blocked'),
+                ('gone', ['s:echo', 's:nope'], 12, 'unknown_ids')):
+            self.cli('contract', 'add', name, *ids)
+            done = self.cli('contract', 'check', name, '-o', 'json')
+            with self.subTest(name):
+                self.assertEqual((done.code, done.json['verdict']),
+                                 (code, verdict))
+                self.assertEqual('request id: ' in done.err, code != 0)
+        done = self.cli('contract', 'check', 'gon')
+        self.assertEqual((done.code, done.out), (1, ''))
+        self.assertIn('did you mean gone?', done.err)
+        table = self.cli('contract', 'check', 'wait')
+        self.assertIn('VERDICT: degraded_retryable (exit 10)', table.out)
+        self.assertIn('sync n', table.err)
+
+    def test_the_data_is_that_of_tools_preflight(self):
+        self.one_server(tool())
+        self.cli('contract', 'add', 'job', 's:echo')
+        ours = self.cli('contract', 'check', 'job', '-o', 'json').json
+        plain = self.ask('s:echo').json
+        self.assertEqual(dict(ours, checked_at=''),
+                         dict(plain, checked_at=''))
+
+
+class Test20Notify(ContractCase):
+    """sync --notify: JSON to a command, once, and never lost."""
+
+    TAKE = 'import sys; open(sys.argv[1], "ab").write(sys.stdin.buffer.read())'
+
+    def command(self, code=TAKE, *words):
+        """Write a --notify that runs Python code with a path to write."""
+        return ' '.join(map(shlex.quote, (
+            sys.executable, '-ISc', code, self.path('got')) + words))
+
+    def got(self):
+        """Take what the command was given since: the JSON of each run."""
+        try:
+            with open(self.path('got'), encoding='ascii') as file:
+                return [json.loads(line) for line in file]
+        except FileNotFoundError:
+            return []
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(self.path('got'))
+
+    def told_of(self, code=TAKE):
+        """Sync with --notify; (id, event) of what the command was given."""
+        self.do('sync', '--notify', self.command(code))
+        return [(event['id'], event['event']) for data in self.got()
+                for event in data['events']]
+
+    def test_the_json(self):
+        self.has()
+        self.serve(tools=[tool('two', 'Another')])
+        self.add('other', 's:two')
+        self.do('sync', '--notify', self.command())
+        data, = self.got()
+        self.assertEqual(sorted(data), ['at', 'events'])
+        pf.parse_time(data['at'])
+        details = [event.pop('detail') for event in data['events']]
+        self.assertEqual(data['events'], [
+            {'contract': 'job', 'server': 's', 'tool': 'echo',
+             'id': 's:echo', 'event': 'vanished', 'reason': 'not_found'},
+            {'contract': 'other', 'server': 's', 'tool': 'two',
+             'id': 's:two', 'event': 'changed', 'reason': 'tool_changed'}])
+        self.assertIn('not the approved one', details[1])
+
+    def test_it_runs_only_when_there_is_news(self):
+        self.has()
+        self.assertEqual(self.told_of(), [])
+        self.serve(tools=[tool('two')])
+        self.assertEqual(self.told_of(), [('s:echo', 'vanished')])
+        self.assertEqual(self.told_of(), [])
+        self.serve(tools=[tool()])
+        self.assertEqual(self.told_of(), [('s:echo', 'back')])
+        self.assertEqual(self.told_of(), [])
+
+    def test_what_another_sync_found_is_delivered_by_the_next(self):
+        self.has()
+        self.moves(tool('two'))
+        self.assertEqual(self.told_of(), [('s:echo', 'vanished')])
+
+    def test_what_came_and_went_between_two_is_not(self):
+        self.has()
+        self.moves(tool('two'))
+        self.moves(tool())
+        self.assertEqual(self.told_of(), [])
+
+    def test_what_a_registration_told_is_no_news(self):
+        self.has('s:nope')
+        self.assertEqual(self.told_of(), [])
+
+    def test_a_failure_is_told_and_the_next_sync_delivers(self):
+        self.has()
+        self.serve(tools=[tool('two')])
+        for code, said in (('import sys; sys.exit("out of order")',
+                            'exited with code 1: out of order'),
+                           ('import time; time.sleep(60)',
+                            'has not ended after 300ms')):
+            with self.subTest(code):
+                self.patch('NOTIFY_MS', 300)
+                rows, unknown = self.do('sync', '--notify',
+                                        self.command(code))
+                self.assertEqual(pf.exit_of_sync((rows, unknown)), 0)
+                self.assertIn(said, self.told[-1])
+        self.do('sync', '--notify', 'no-such-command x')
+        self.assertIn('not found', self.told[-1])
+        self.patch('NOTIFY_MS', 30000)
+        self.assertEqual(self.told_of(), [('s:echo', 'vanished')])
+        self.assertEqual(self.told_of(), [])
+
+    def test_a_return_that_was_not_delivered_is_so_next_time(self):
+        self.has()
+        self.serve(tools=[tool('two')])
+        self.assertEqual(self.told_of(), [('s:echo', 'vanished')])
+        self.serve(tools=[tool()])
+        self.assertEqual(self.told_of('import sys; sys.exit(1)'), [])
+        self.assertEqual(self.told_of(), [('s:echo', 'back')])
+
+    def test_syncs_at_once_deliver_once(self):
+        self.has()
+        self.serve(tools=[tool('two')])
+
+        def look():
+            self.do('sync', '--notify', self.command())
+        self.forked(look, look, look)
+        self.do('sync', '--notify', self.command())
+        self.assertEqual(len(self.got()), 1)
+
+    def test_what_is_no_command_is_refused_before_anything_runs(self):
+        self.configure({'s': self.serve(starts=self.path('starts'))})
+        for text, said in (('', 'is empty'), ('  ', 'is empty'),
+                           ("''", 'is empty'), ("a 'b", 'quotation')):
+            with self.subTest(text):
+                self.assertIn(said, self.refused('sync', '--notify', text))
+        self.assertEqual(self.pids(), [])
+
+    def test_words(self):
+        for text, words in (
+                ('a  b', ['a', 'b']), ('a "b c" \'d "e\'', ['a', 'b c',
+                                                            'd "e']),
+                ('a #b', ['a', '#b']), ('a;b|c $d *', ['a;b|c', '$d', '*']),
+                ('a ""', ['a', ''])):
+            self.assertEqual(pf.split_notify(text), words)
+        self.assertIsNone(pf.split_notify(None))
+
+    def test_a_process_keeps_stdout_for_its_data(self):
+        self.has()
+        self.serve(tools=[tool('two')])
+        done = self.run_cli('sync', '-o', 'json', '--notify', self.command(
+            'import os; print("loud"); os.write(2, b"loud")'))
+        self.assertEqual(done.code, 0, done)
+        self.assertEqual(done.json['servers'][0]['vanished'], ['echo'])
+        self.assertEqual(done.err, 'job: s:echo vanished\n')
+
+    def test_a_signal_ends_the_command_and_loses_nothing(self):
+        self.has()
+        self.serve(tools=[tool('two')])
+        process = subprocess.Popen(
+            [sys.executable, SCRIPT, '--home', self.home, '--config',
+             self.config, 'sync', '--notify', self.command(
+                 'import os, sys, time; open(sys.argv[2], "w").write(str('
+                 'os.getpid())); time.sleep(60)', self.path('starts'))],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL)
+        self.wait_for(self.pids)
+        process.send_signal(signal.SIGINT)
+        self.assertEqual(process.wait(timeout=30), 130)
+        self.assert_gone(self.pids())
+        self.assertEqual(self.told_of(), [('s:echo', 'vanished')])
+
+
 class Test20Decisions(TempCase):
     """What an option or a setting of nothing means."""
 
@@ -10951,6 +16340,604 @@ class Test20Decisions(TempCase):
         done = self.check('s:tool_0099y')
         for word in done.json['tools'][0]['did_you_mean']:
             self.assertIn(word[2:], names)
+
+
+class CarryCase(WorldCase):
+    """Two hosts with the same config, each with a state of its own."""
+
+    def serve(self, name='s', **spec):
+        """(Re)write a fake server that starts in less time."""
+        entry = super().serve(name, **spec)
+        return dict(entry, args=['-I', '-S'] + entry['args'])
+
+    def there(self, servers=None, **top):
+        """Make the World of another host; servers: None for the same."""
+        with open(self.config, encoding='utf-8') as file:
+            config = json.load(file)
+        if servers is not None:
+            config['mcpServers'] = servers
+        path = self.write('there.json', json.dumps(dict(config, **top)))
+        return self.world(home=self.path('there'), configs=(path,))
+
+    def export(self, *words):
+        """Export to a file; returns its path."""
+        path = self.path('snapshot.json')
+        self.do('state', 'export', '--file', path, *words)
+        return path
+
+    def reasons(self, *ids, **more):
+        """Check ids; the reason or 'ready' of each."""
+        return [answer.reason or 'ready' for answer in self.do(
+            'tools', 'preflight', *ids, **more).answers]
+
+    def one(self, *tools, **more):
+        """Configure a server s with these tools, and look at it."""
+        self.entry = dict(self.serve(tools=list(tools)), **more)
+        self.configure({'s': self.entry})
+        self.do('sync')
+
+    def dump(self, world):
+        """Give all that a state holds."""
+        path = os.path.join(world.home, 'preflight.db')
+        with contextlib.closing(sqlite3.connect(path)) as con:
+            return list(con.iterdump())
+
+
+class Test20State(CarryCase):
+    """Carrying what is known to another host changes no verdict."""
+
+    def full(self):
+        """Have a tool of every status and servers of several states."""
+        self.configure({
+            's': self.serve(tools=[tool('add', annotations=SAFE), tool(
+                'find'), tool('drop'), tool('old')]),
+            'off': self.serve('off', tools=[tool()]),
+            'bad': {'command': 'no-such-program'},
+            'fresh': {'command': 'never-looked-at'}})
+        self.do('sync', 's', 'off', 'bad')
+        self.serve(tools=[tool('add', annotations=SAFE), tool(
+            'find', 'Changed'), tool('drop'), tool('late'), tool('twin'),
+            tool('twin', 'Another')])
+        self.do('sync', 's')
+        self.do('tools', 'block', 's:drop')
+        self.do('servers', 'disable', 'off')
+
+    IDS = ('s:add', 's:find', 's:drop', 's:late', 's:old', 's:twin',
+           'off:echo', 'bad:x', 'fresh:x', 's:ad')
+    REASONS = ['ready', 'tool_changed', 'tool_blocked_by_user',
+               'tool_pending_approval', 'not_found', 'tool_changed',
+               'server_disabled', 'server_unhealthy', 'server_initializing',
+               'not_found']
+
+    def test_a_round_trip_loses_nothing_of_a_verdict(self):
+        self.full()
+        path, there = self.export(), self.there()
+        self.assertEqual(
+            [row['result'] for row in self.do(
+                'state', 'import', path, '--approvals',
+                world=there)['servers']], ['imported'] * 3)
+        keys = ('id', 'status', 'reason', 'action', 'hash', 'did_you_mean',
+                'observed_at', 'cause')
+        found = [[[getattr(answer, key) for key in keys]
+                  for answer in self.do('tools', 'preflight', *self.IDS,
+                                        world=world).answers]
+                 for world in (self.world(), there)]
+        self.assertEqual(found[0], found[1])
+        self.assertEqual([row[2] or 'ready' for row in found[0]],
+                         self.REASONS)
+        self.assertTrue(self.do('activity', 'verify', world=there)['ok'])
+
+    def test_a_second_import_finds_nothing_to_do(self):
+        self.full()
+        path, there = self.export(), self.there()
+        self.do('state', 'import', path, '--approvals', world=there)
+        before = self.dump(there)
+        rows = self.do('state', 'import', path, '--approvals',
+                       world=there)['servers']
+        self.assertEqual([(row['result'], row['approved'], row['blocked'])
+                          for row in rows], [('kept', [], [])] * 3)
+        self.assertEqual(self.dump(there), before)
+
+    def test_what_comes_over_is_recorded(self):
+        self.one(tool())
+        self.do('tools', 'block', 's:later')
+        there = self.there()
+        self.do('state', 'import', self.export(), '--approvals',
+                world=there)
+        rows = self.do('activity', 'list', world=there)['activities']
+        self.assertEqual(
+            {(row['type'], row['metadata']['action']): row['metadata'].get(
+                'tools') for row in rows},
+            {('approval', 'block'): ['s:later'],
+             ('approval', 'import'): ['s:echo'],
+             ('server', 'launch approved'): None,
+             ('server', 'imported'): None})
+
+    def test_ages_stay_true_and_what_goes_stale_is_told(self):
+        self.one(tool())
+        path, there = self.export(), self.there()
+        hour = there._replace(now=lambda: int(time.time() * 1000) + 3600000)
+        self.do('state', 'import', path, '--approvals', world=hour)
+        self.assertIn('stale since', '\n'.join(self.told))
+        answer = self.do('tools', 'preflight', 's:echo',
+                         world=hour).answers[0]
+        self.assertEqual((answer.reason, answer.cause),
+                         ('server_unhealthy', 'stale'))
+        more = self.told[-1].split('--config: ')[1]
+        allowed = hour._replace(configs=hour.configs + (
+            self.write('more.json', more),))
+        self.assertEqual(self.reasons('s:echo', world=allowed), ['ready'])
+
+    def test_without_approvals_the_tools_are_pending(self):
+        self.one(tool(), tool('b'))
+        there = self.there()
+        row = self.do('state', 'import', self.export(),
+                      world=there)['servers'][0]
+        self.assertIn('2 pending', row['detail'])
+        self.assertEqual(self.reasons('s:echo', world=there),
+                         ['tool_pending_approval'])
+        self.do('tools', 'approve', 's:echo', '--yes', world=there)
+        self.assertEqual(self.reasons('s:echo', 's:b', world=there),
+                         ['ready', 'tool_pending_approval'])
+
+    def test_a_look_after_a_choice_is_no_baseline(self):
+        self.one(tool(), tool('b'))
+        there = self.there()
+        self.do('state', 'import', self.export(), world=there)
+        self.do('tools', 'approve', 's:echo', '--yes', world=there)
+        self.serve(tools=[tool('echo', 'Another'), tool('b')])
+        self.do('sync', world=there)
+        self.assertEqual(self.reasons('s:echo', 's:b', world=there),
+                         ['tool_changed', 'tool_pending_approval'])
+
+    def test_a_look_after_imported_approvals_is_no_baseline(self):
+        self.one(tool())
+        there = self.there()
+        self.do('state', 'import', self.export(), '--approvals',
+                world=there)
+        self.serve(tools=[tool('echo', 'Another'), tool('b')])
+        self.do('sync', world=there)
+        self.assertEqual(self.reasons('s:echo', 's:b', world=there),
+                         ['tool_changed', 'tool_pending_approval'])
+
+    def test_another_launch_is_left_out_but_blocks_hold(self):
+        self.one(tool())
+        there = self.there({'s': dict(self.entry, args=self.entry['args']
+                                      + ['--more'])})
+        path = self.export()
+        self.assertIn('another launch', self.refused(
+            'state', 'import', path, '--approvals', world=there))
+        self.do('tools', 'block', 's:echo')
+        row = self.do('state', 'import', self.export(), '--approvals',
+                      world=there)['servers'][0]
+        self.assertEqual((row['result'], row['blocked'], row['approved']),
+                         ('skipped', ['s:echo'], []))
+        self.do('sync', world=there)
+        self.assertEqual(self.reasons('s:echo', world=there),
+                         ['tool_blocked_by_user'])
+
+    def test_a_server_that_is_not_configured_is_left_out(self):
+        self.one(tool())
+        path = self.export()
+        self.assertIn('no such server', self.refused(
+            'state', 'import', path, world=self.there({})))
+        self.assertIn('was skipped', self.refused(
+            'state', 'import', path, world=self.there({'s': {}})))
+
+    def test_a_newer_look_is_never_replaced(self):
+        self.one(tool())
+        path, there = self.export(), self.there()
+        self.serve(tools=[tool('later')])
+        self.do('sync', world=there)
+        row = self.do('state', 'import', path, world=there)['servers'][0]
+        self.assertEqual(row['result'], 'kept')
+        self.assertIn('as new or newer (ready)', row['detail'])
+        self.assertEqual(self.reasons('s:later', 's:echo', world=there),
+                         ['ready', 'not_found'])
+
+    def test_an_older_look_is_and_what_vanished_meanwhile_is_gone(self):
+        self.one(tool(), tool('old'))
+        there = self.there()
+        self.do('sync', world=there)
+        self.serve(tools=[tool()])
+        self.do('sync')
+        self.do('state', 'import', self.export(), world=there)
+        self.assertEqual(self.reasons('s:echo', 's:old', world=there),
+                         ['ready', 'not_found'])
+
+    def test_a_newer_approval_is_never_replaced(self):
+        self.one(tool())
+        path, there = self.export(), self.there()
+        self.serve(tools=[tool('echo', 'Another')])
+        self.do('sync', world=there)        # a baseline, so approved
+        row = self.do('state', 'import', path, '--approvals',
+                      world=there)['servers'][0]
+        self.assertEqual(row['approved'], [])
+        self.assertEqual(self.reasons('s:echo', world=there), ['ready'])
+
+    def test_a_launch_that_is_not_the_known_one_brings_no_approvals(self):
+        self.one(tool())
+        path = self.export()
+        old = dict(self.entry, args=self.entry['args'] + ['--old'])
+        self.do('sync', world=self.there({'s': old}))
+        there = self.there()
+        with contextlib.closing(sqlite3.connect(os.path.join(
+                there.home, 'preflight.db'))) as con:
+            con.execute('update server set observed_at=1')
+            con.commit()
+        row = self.do('state', 'import', path, '--approvals',
+                      world=there)['servers'][0]
+        self.assertEqual((row['result'], row['approved']), ('imported', []))
+        self.assertIn('another launch is known here', row['detail'])
+        self.assertEqual(self.reasons('s:echo', world=there),
+                         ['server_quarantined'])
+
+    def test_only_what_tightens_comes_without_approvals(self):
+        self.one(tool(), enabled=False)
+        self.do('servers', 'enable', 's')
+        self.do('sync')
+        path = self.export()
+        there = self.there()
+        self.do('state', 'import', path, world=there)
+        self.assertEqual(self.reasons('s:echo', world=there),
+                         ['server_disabled'])
+        self.do('state', 'import', path, '--approvals', world=there)
+        self.assertEqual(self.reasons('s:echo', world=there), ['ready'])
+
+    def test_a_newer_switch_stays(self):
+        self.one(tool())
+        self.do('servers', 'disable', 's')
+        path, there = self.export(), self.there()
+        self.do('servers', 'quarantine', 's', world=there)
+        self.do('state', 'import', path, world=there)
+        self.assertEqual(self.reasons('s:echo', world=there),
+                         ['server_quarantined'])
+        row = self.do('servers', 'show', 's', world=there)
+        self.assertEqual((row['enabled'], row['quarantined']),
+                         (False, True))
+
+    def test_what_was_seen_in_the_future_is_left_out(self):
+        self.one(tool())
+        path, there = self.export(), self.there()
+        early = there._replace(now=lambda: int(time.time() * 1000)
+                               - 3600000)
+        self.assertIn('a clock is wrong', self.refused(
+            'state', 'import', path, world=early))
+
+    def test_all_of_it_comes_or_nothing(self):
+        self.configure({name: self.serve(name, tools=[tool()])
+                        for name in 'st'})
+        self.do('sync')
+        path, there, real = self.export(), self.there(), pf.save_approvals
+        self.do('tools', 'preflight', 's:x', world=there)
+        before = self.dump(there)
+
+        def fail(con, name, *more):
+            if name == 't':
+                raise pf.StoreError('the disk is full')
+            real(con, name, *more)
+        with mock.patch.object(pf, 'save_approvals', fail):
+            self.refused('state', 'import', path, '--approvals',
+                         world=there)
+        self.assertEqual(self.dump(there), before)
+
+    def test_a_damaged_file_changes_nothing(self):
+        self.one(tool())
+        path, there = self.export(), self.there()
+        self.do('tools', 'preflight', 's:x', world=there)
+        before = self.dump(there)
+        with open(path, 'rb') as file:
+            whole = file.read()
+        for name, data in (
+                ('empty', b''), ('cut', whole[:-20]), ('not text', b'\xff'),
+                ('not JSON', b'{'), ('a list', b'[]'), ('other', b'{}'),
+                ('edited', whole.replace(b'Echo text', b'Echo tExt')),
+                ('twice', whole.replace(b'"servers"', b'"exported_at": 1, '
+                                        b'"servers"'))):
+            self.write('snapshot.json', data)
+            with self.subTest(name):
+                self.assertIn(path, self.refused('state', 'import', path,
+                                                 world=there))
+                self.assertEqual(self.dump(there), before)
+        os.remove(path)
+        self.assertIn('cannot read', self.refused('state', 'import', path,
+                                                  world=there))
+
+    def test_no_secret_is_in_it(self):
+        self.write('api_key', 'k' * 64)
+        self.one(tool(), env={'TOKEN': 'hush-hush-1'},
+                 headers={'Authorization': 'Bearer hush-hush-2'})
+        secret = self.do('token', 'create', 'n', '--servers', 's')['token']
+        self.serve(tools=[tool()], stderr='TOKEN=hush-hush-1 hush-hush-3\n',
+                   die='start')
+        self.do('sync')
+        with open(self.export(), encoding='ascii') as file:
+            text = file.read()
+        for word in ('hush', secret, 'stderr', 'activity'):
+            self.assertNotIn(word, text)
+
+    def test_the_file_is_whole_and_for_this_user_alone(self):
+        self.one(tool())
+        self.write('snapshot.json', b'old')
+        path = self.export()
+        self.assertEqual(os.stat(path).st_mode & 0o777, 0o600)
+        with open(path, 'rb') as file:
+            table = pf.read_snapshot(path, file.read())
+        self.assertEqual(sorted(table['servers']), ['s'])
+        self.assertEqual([name for name in os.listdir(self.dir)
+                          if name.startswith('snapshot')],
+                         ['snapshot.json'])
+
+    def test_what_cannot_be_exported_is_said(self):
+        self.one(tool())
+        for words, why in (
+                (['--servers', 'nope'], 'no server "nope"'),
+                (['--servers', ' , '], 'must not be empty'),
+                (['--file', ''], 'must not be empty'),
+                (['-o', 'yaml'], 'a snapshot is JSON'),
+                (['--file', self.path('no', 'where')], 'cannot write')):
+            with self.subTest(words):
+                self.assertIn(why, self.refused('state', 'export', *words))
+        self.configure({'t': self.entry})
+        self.assertIn('nothing to export', self.refused('state', 'export'))
+        self.assertIn('"t" was never looked at', self.told[-1])
+        self.assertIn('sync t', self.refused('state', 'export', '--servers',
+                                             't'))
+
+    def test_it_can_be_told_to_stdout(self):
+        self.one(tool())
+        for form in ('table', 'json'):
+            value = self.do('state', 'export', '-o', form)
+            text = pf.COMMANDS['state', 'export'].render(value, False)
+            self.assertEqual(pf.read_snapshot('-', text.encode()), value)
+
+    def test_a_contract_that_it_breaks_is_told(self):
+        self.one(tool())
+        there, told = self.there(), self.told
+        self.do('sync', world=there)
+        self.do('contract', 'add', 'job', 's:echo', world=there)
+        self.serve(tools=[tool('other')])
+        self.do('sync')
+        self.do('state', 'import', self.export(), world=there)
+        self.assertTrue([line for line in told if line.startswith(
+            'job: ')], told)
+
+
+class Test20Doctor(CarryCase):
+    """A problem has a remedy and is exit 1; looking changes nothing."""
+
+    def rows(self, **more):
+        """Run doctor: check -> (ok, detail and remedy)."""
+        found = self.do('doctor', **more)
+        self.assertEqual(found['ok'], all(row['ok']
+                                          for row in found['checks']))
+        for row in found['checks']:
+            self.assertEqual(list(row), ['check', 'ok', 'detail', 'remedy'])
+            self.assertTrue(row['detail'])
+            if not row['ok']:
+                self.assertTrue(row['remedy'], row)
+        return {row['check']: (row['ok'], '%s %s' % (
+            row['detail'], row['remedy'])) for row in found['checks']}
+
+    def bad(self, **more):
+        """Run doctor: the one check that has a problem, and its words."""
+        found = [(name, words) for name, (ok, words) in self.rows(
+            **more).items() if not ok]
+        self.assertEqual(len(found), 1, found)
+        return found[0]
+
+    def test_a_sound_installation(self):
+        self.one(tool())
+        rows = self.rows()
+        self.assertEqual(list(rows), [name for name, _ in pf.DOCTOR])
+        self.assertEqual({ok for ok, _ in rows.values()}, {True}, rows)
+        self.assertIn('1 server ready', rows['servers'][1])
+
+    def test_it_makes_nothing_where_there_is_nothing(self):
+        os.remove(self.configure({}))
+        rows = self.rows()
+        self.assertEqual([name for name, (ok, _) in rows.items()
+                          if not ok], ['config', 'database'])
+        self.assertIn('sync', rows['database'][1])
+        self.assertEqual(os.listdir(self.dir), [])
+
+    def test_a_config_is_read_to_the_last_entry(self):
+        self.one(tool())
+        for text, check, why in (
+                ('{', 'config', 'line 1'),
+                ('{"mcpServers": {}}', 'config', 'no server is configured'),
+                (json.dumps({'mcpServers': {'s': self.entry, 't': {}}}),
+                 'config', '"t"'),
+                (json.dumps({'mcpServers': {'s': dict(
+                    self.entry, max_age='1m')}}), 'sync interval',
+                 'three times')):
+            self.write('config.json', text)
+            rows = self.rows()
+            with self.subTest(text):
+                self.assertFalse(rows[check][0])
+                self.assertIn(why, rows[check][1])
+
+    def test_what_others_may_read_is_named_and_the_remedy_cures(self):
+        self.one(tool())
+        for path, mode in ((self.home, 0o755),
+                           (os.path.join(self.home, 'preflight.db'), 0o640)):
+            os.chmod(path, mode)
+            check, words = self.bad()
+            self.assertEqual(check, 'state')
+            line = words.split('Run: ')[1]
+            self.assertEqual(subprocess.call(['sh', '-c', line]), 0, line)
+            self.assertTrue(self.rows()['state'][0])
+
+    @unittest.skipIf(not hasattr(os, 'geteuid') or os.geteuid(),
+                     'needs to be root')
+    def test_what_another_user_owns_is_named(self):
+        self.one(tool())
+        os.chown(os.path.join(self.home, 'preflight.db'), OTHER_UID, -1)
+        check, words = self.bad()
+        self.assertEqual(check, 'state')
+        self.assertIn('user %d owns' % OTHER_UID, words)
+
+    def test_a_state_of_another_user_is_not_taken_for_none(self):
+        self.one(tool())
+        os.chmod(self.dir, 0o755)
+        os.chmod(self.home, 0o700)
+        found = self.as_other(lambda: self.do('doctor')['checks'])
+        rows = {row['check']: row for row in found}
+        if os.geteuid() == 0:
+            self.assertFalse(rows['database']['ok'])
+            self.assertIn('permission denied', rows['database']['detail'])
+
+    def test_a_database_that_cannot_be_used_is_a_finding(self):
+        self.one(tool())
+        path = os.path.join(self.home, 'preflight.db')
+        with open(path, 'rb') as file:
+            whole = file.read()
+        self.raw().execute("update meta set value=99 where key='schema'")
+        check, words = self.bad()
+        self.assertEqual(check, 'database')
+        self.assertIn('newer preflight.py', words)
+        at = len(whole) - 4096
+        for data in (b'', b'no database', whole[:4096],
+                     whole[:at] + b'\x7f' * 4096):
+            self.doCleanups()
+            os.makedirs(self.home, exist_ok=True)
+            os.chmod(self.home, 0o700)
+            self.configure({'s': self.entry})
+            self.write('state/preflight.db', data)
+            os.chmod(path, 0o600)
+            with self.subTest(data[:20]):
+                self.assertEqual(self.bad()[0], 'database')
+
+    def test_a_clock_that_went_back_is_seen(self):
+        self.one(tool())
+        rows = self.rows(now=lambda: int(time.time() * 1000) - 86400000)
+        self.assertFalse(rows['clock'][0])
+        self.assertIn('Set the clock', rows['clock'][1])
+
+    def test_an_edited_record_is_seen(self):
+        self.one(tool())
+        self.raw().execute("update activity set status='blocked'")
+        check, words = self.bad()
+        self.assertEqual(check, 'audit')
+        self.assertIn('activity verify', words)
+
+    def test_servers_that_give_no_verdict_are_named_with_a_remedy(self):
+        self.one(tool())
+        for change, word in (
+                ('update server set observed_at=1', 'sync s'),
+                ("update server set state='error', cause='exited'",
+                 'servers show s'),
+                ("update server set state='pending_auth'", 'Authorization'),
+                ("update server set state='error', lease_at=observed_at+1, "
+                 'lease_until=observed_at+2, lease_launch=launch', 'cut off'),
+                ('delete from server', 'sync s')):
+            self.raw().execute(change)
+            check, words = self.bad()
+            with self.subTest(change):
+                self.assertEqual(check, 'servers')
+                self.assertIn(word, words)
+
+    def test_many_are_not_named_one_by_one(self):
+        self.configure({'s%d' % n: {'command': 'x'} for n in range(50)})
+        with self.store() as store, store.read():
+            pass
+        found = [row for row in self.do('doctor')['checks']
+                 if row['check'] == 'servers']
+        self.assertEqual(len(found), 21)
+        self.assertIn('30 more', found[-1]['detail'])
+
+    def test_what_the_operator_decided_is_no_problem(self):
+        self.one(tool())
+        self.serve(tools=[tool('echo', 'Changed'), tool('new')])
+        self.do('sync')
+        ok, words = self.rows()['servers']
+        self.assertTrue(ok)
+        self.assertIn('1 tool pending, 1 tool changed', words)
+        self.do('servers', 'disable', 's')
+        self.assertTrue(self.rows()['servers'][0])
+
+    def test_where_it_runs(self):
+        self.one(tool())
+        import shutil
+        usage = mock.Mock(return_value=mock.Mock(free=1 << 20))
+        for name, patch, why in (
+                ('disk', mock.patch.object(shutil, 'disk_usage', usage),
+                 'only 1 MB free'),
+                ('disk', mock.patch.object(pf, 'file_system_of',
+                                           lambda path: 'nfs4'),
+                 'on a network (nfs4)'),
+                ('sqlite', mock.patch.object(pf, 'sqlite_version',
+                                             lambda: (3, 7, 17)), 'newer')):
+            with self.subTest(why), patch:
+                check, words = self.bad()
+                self.assertEqual(check, name)
+                self.assertIn(why, words)
+
+    def test_a_program_that_everybody_may_change_is_a_problem(self):
+        self.one(tool())
+        copy = self.write('copy.py', b'')
+        os.chmod(copy, 0o666)
+        with mock.patch.object(pf, '__file__', copy):
+            self.assertEqual(self.bad()[0], 'program')
+
+    def test_an_old_store_is_brought_up(self):
+        self.configure({})
+        os.mkdir(self.home, 0o700)
+        self.raw().executescript(SCHEMA_1.replace('/here', self.dir))
+        os.chmod(os.path.join(self.home, 'preflight.db'), 0o600)
+        rows = self.rows()
+        self.assertIn('schema %d' % pf.SCHEMA_VERSION, rows['database'][1])
+        self.assertTrue(rows['database'][0])
+
+    def test_the_report_is_data_on_exit_1(self):
+        self.one(tool())
+        for mode, code, words in ((0o700, 0, ', 0 problems'),
+                                  (0o755, 1, ', 1 problem')):
+            os.chmod(self.home, mode)
+            done = self.run_cli('doctor')
+            self.assertEqual((done.code, done.err), (code, ''), done)
+            self.assertIn(words, done.out)
+            self.assertEqual('PROBLEM  state: ' in done.out, bool(code))
+
+
+class Test20SelfTest(CarryCase):
+    """A canary is changed, and the gate must be seen to close."""
+
+    def sing(self):
+        """Run the self-test, with its place in this test's directory."""
+        with mock.patch.object(tempfile, 'tempdir', self.dir):
+            found = self.do('doctor', '--self-test')
+        self.assertEqual(os.listdir(self.dir), [])
+        return found
+
+    def test_the_gate_closes_and_nothing_is_left(self):
+        found = self.sing()
+        self.assertTrue(found['ok'], found)
+        seen = [row['detail'].split(':')[0] for row in found['checks']]
+        self.assertEqual(seen[:-1], [step[3] for step in pf.CANARY_STEPS])
+        self.assertIn('tool_changed', seen)
+
+    def test_a_gate_that_stays_open_is_exit_1(self):
+        gates = tuple(gate for gate in pf.GATES if gate[0] != 'changed')
+        with mock.patch.object(pf, 'GATES', gates):
+            found = self.sing()
+        self.assertEqual(pf.COMMANDS['doctor',].exit_of(found), 1)
+        row = found['checks'][1]
+        self.assertEqual((row['ok'], row['detail'].split(':')[0]),
+                         (False, 'ready, which should be tool_changed'))
+        self.assertTrue(row['remedy'])
+
+    def test_a_canary_that_cannot_start_is_a_problem(self):
+        with mock.patch.object(sys, 'executable', self.path('none')):
+            found = self.sing()
+        self.assertFalse(found['checks'][0]['ok'])
+        self.assertIn('server_unhealthy', found['checks'][0]['detail'])
+
+    def test_no_room_for_it_is_a_finding(self):
+        with mock.patch.object(tempfile, 'tempdir', self.path('none')):
+            found = self.do('doctor', '--self-test')
+        self.assertEqual([row['ok'] for row in found['checks']], [False])
+        self.assertTrue(found['checks'][0]['remedy'])
 
 
 class Test20SelfApproved(TempCase):
@@ -11012,6 +16999,29 @@ class Test20NotReady(TempCase):
             self.assertEqual(self.check('s:echo', *more).code, 10)
         self.assertEqual(self.check('--workspace', self.path('a'),
                                     's:echo').code, 0)
+
+    def test_a_file_that_the_config_names_is_watched_too(self):
+        os.mkdir(self.path('.claude-plugin'))
+        self.config = self.write('.claude-plugin/plugin.json',
+                                 '{"mcpServers": "./servers.json"}')
+        self.write('servers.json', '{"a": {"command": "x"}}')
+        past = time.time() - 3600
+        for name in ('.claude-plugin/plugin.json', 'servers.json'):
+            os.utime(self.path(name), (past, past))
+        now = [0]
+        configs = pf.Configs(self.world(clock=lambda: now[0]), 0)
+        self.assertEqual(list(configs.latest().entries), ['a'])
+        configs.latest()
+        self.assertIs(configs.latest(), configs.current())
+        self.write('servers.json', '{"b": {"command": "x"}}')
+        self.assertEqual(list(configs.latest().entries), ['b'])
+        self.write('servers.json', '{"b": ')
+        self.assertFalse(configs.is_settled())
+        now[0] += 1
+        self.assertTrue(configs.is_settled())
+        with self.assertRaises(pf.ConfigError) as caught:
+            configs.current()
+        self.assertIn(self.path('servers.json'), str(caught.exception))
 
     def test_a_config_rewritten_with_its_old_size_and_time_is_seen(self):
         entry = self.serve()
@@ -12003,7 +18013,8 @@ class Test22ServeRules(ServeCase):
             self.assertEqual(self.get(path).status, 400)
 
     def test_the_operators_endpoints_are_403_for_an_agent(self):
-        for method, path in (('GET', '/metrics'), ('POST', '/api/v1/sync')):
+        for method, path in (('GET', '/metrics'), ('POST', '/api/v1/sync'),
+                             ('GET', '/api/v1/health')):
             reply = self.send(method, path, b'' if method == 'POST' else
                               None, X_API_Key=self.agent)
             self.assertEqual(reply.status, 403)
@@ -12504,6 +18515,66 @@ class Test22ServeScenarios(ServeCase):
                 self.assertFalse(set(NEVER_TOLD) & set(reply.tools[0]))
 
 
+class Test22ServeHealth(ServeCase):
+    """GET /api/v1/health: what is recorded; nothing is looked at."""
+
+    def shared(self):
+        self.one_server(tool(), health={'url': 'http://127.0.0.1:9/me'})
+        servers = {'s': self.entry, 'off': dict(self.entry, enabled=False),
+                   'dead': self.serve('dead', die='start'),
+                   'never': self.serve('never', starts=self.path('ran'))}
+        self.configure(servers)
+        self.look('dead')
+        self.start_serve()
+
+    def health(self, **headers):
+        """Ask for it: server -> row; the answer is self.data."""
+        reply = self.get('/api/v1/health', **headers)
+        self.assertEqual(reply.status, 200, reply.body)
+        self.data = json.loads(reply.body.decode())['data']
+        return {row['server']: row for row in self.data['servers']}
+
+    def test_what_is_recorded_worst_first(self):
+        rows = self.health()
+        self.assertEqual(list(rows), ['dead', 'never', 's'])
+        self.assertEqual(
+            [(row['state'], row['reason']) for row in rows.values()],
+            [('OFFLINE', 'exited'), ('DEGRADED', 'not_seen'),
+             ('PRESENT (untested)', 'probe_skipped')])
+        self.assertEqual(list(self.data), ['overall', 'checked_at',
+                                           'servers'])
+        self.assertEqual(self.data['overall'], 'OFFLINE')
+        self.assertFalse(os.path.exists(self.path('ran')))
+
+    def test_the_last_probe_of_the_command_is_told(self):
+        self.assertEqual(self.cli('health', '--cached', 's').code, 10)
+        before = len(self.records())
+        row = self.health()['s']
+        self.assertEqual((row['state'], row['reason']),
+                         ('DEGRADED', 'refused'))
+        self.assertEqual(len(self.records()), before)
+        with pf.Store(self.home, self.world()) as store, \
+                store.write() as con:
+            pf.save_probe(con, 's', self.config, None)
+
+    def test_it_is_the_operators(self):
+        secret = self.token('bot', '--servers', '*')
+        for key, status in ((secret, 403), ('no', 401)):
+            reply = self.get('/api/v1/health', X_API_Key=key)
+            self.assertEqual(reply.status, status)
+        self.assertEqual(self.post(b'', '/api/v1/health').status, 405)
+
+    def test_its_answer_is_as_described(self):
+        reply = self.get('/api/v1/openapi.json')
+        schemas = json.loads(reply.body.decode())['components']['schemas']
+        row = self.health()['s']
+        self.assertEqual(list(row), schemas['checkup']['required'])
+        self.assertEqual(list(self.data),
+                         schemas['health']['properties']['data']['required'])
+        self.assertEqual(tuple(schemas['checkup']['properties']['state'][
+            'enum']), pf.STATES)
+
+
 class Test22ServeWait(ServeCase):
     """wait_ms: what it waits for, and what ends it."""
 
@@ -12820,6 +18891,59 @@ class Test22ServeFresh(ServeCase):
         reply = self.post(ECHO)
         self.assertEqual(reply.status, 503)
         self.assertIn(self.config, reply.error)
+
+
+class Test22ServeLock(ServeCase):
+    """A service whose approvals are in a lockfile sees it change."""
+
+    def shared(self):
+        self.entry = self.serve(tools=[tool(), tool('b')])
+        self.configure({'s': self.entry}, approvals='lockfile')
+        self.look()
+        self.cli('tools', 'lock', 's:echo', '--yes')
+        self.start_serve()
+
+    def reasons(self):
+        """Check s:echo and s:b at the service: the reasons of both."""
+        return [row.get('reason', row['status'])
+                for row in self.ask_ids('s:echo', 's:b').tools]
+
+    def test_it_follows_the_file(self):
+        pending = ['ready', 'tool_pending_approval']
+        self.assertEqual(self.reasons(), pending)
+        held = self.read('preflight.lock')
+        for _ in range(3):
+            self.cli('tools', 'lock', 's:b', '--yes')
+            self.assertEqual(self.reasons(), ['ready', 'ready'])
+            self.write('preflight.lock', held)
+            self.assertEqual(self.reasons(), pending)
+        before = len(self.records(type='preflight'))
+        for data, why in (('{', 'is not JSON'), (None, 'is not there')):
+            if data is None:
+                os.unlink(self.path('preflight.lock'))
+            else:
+                self.write('preflight.lock', data)
+            for reply in (self.post(ECHO), self.get('/readyz?tool=s:echo'),
+                          self.get('/api/v1/tools'), self.post(ECHO)):
+                self.assertEqual(reply.status, 503)
+                self.assertIn('preflight.lock: ' + why, reply.error)
+        self.assertEqual(len(self.records(type='preflight')), before)
+        self.write('preflight.lock', held)
+        self.assertEqual(self.reasons(), pending)
+
+    def test_the_config_names_another_file(self):
+        top = {'approvals': 'lockfile', 'lockfile': 'other.lock'}
+        self.configure({'s': self.entry}, **top)
+        for _ in range(2):
+            reply = self.post(ECHO)
+            self.assertEqual(reply.status, 503)
+            self.assertIn('other.lock: is not there', reply.error)
+        self.cli('tools', 'lock', '--all', '--yes')
+        self.assertEqual(self.reasons(), ['ready', 'ready'])
+        self.configure({'s': self.entry}, approvals='state')
+        self.assertEqual(self.reasons(), ['tool_pending_approval'] * 2)
+        self.configure({'s': self.entry}, approvals='lockfile')
+        self.assertEqual(self.reasons(), ['ready', 'tool_pending_approval'])
 
 
 class Test22ServeAround(ServeCase):
@@ -13162,6 +19286,7 @@ class Test22ServeStart(ServeCase):
                 (('--log-format', 'xml'), 'text or json'),
                 (('--ready', 'x'), '<server>:<tool>'),
                 (('--sync-interval', '5'), 'not a duration'),
+                (('--notify', "a 'b"), 'quotation'),
                 (('--tls-cert', 'c'), 'go together'),
                 (('--tls-cert', 'c', '--tls-key', 'k'), 'cannot use'),
                 (('--api-key-file', 'missing'), 'missing'),
@@ -13250,6 +19375,21 @@ class Test22ServeStart(ServeCase):
             self.get('/healthz')
         time.sleep(0.3)
         self.assertEqual(count(), before)
+
+    def test_its_syncs_notify(self):
+        taken = self.path('taken')
+        self.cli('contract', 'add', 'job', 's:echo')
+        self.serve('s', tools=[tool('two', 'Two')])
+        self.addCleanup(self.serve, 's', tools=[tool()])
+        self.start_serve(
+            '--listen', '127.0.0.1:0', '--notify', ' '.join(map(
+                shlex.quote, ['sh', '-c', 'cat > "$0.part"; '
+                              'mv "$0.part" "$0"', taken])))
+        self.wait_for(lambda: os.path.exists(taken))
+        self.wait_for(lambda: 'sync: job: s:echo vanished'
+                      in self.server.log())
+        self.assertEqual(json.loads(self.read(taken))['events'][0]['event'],
+                         'vanished')
 
     def test_a_sync_under_way_ends_with_the_server(self):
         starts = self.path('hangs')

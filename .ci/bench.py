@@ -1,6 +1,7 @@
 """Measure what one check costs; run by hand, on a quiet machine.
 
     python3 .ci/bench.py [PYTHON...]
+    python3 .ci/bench.py sync [PYTHON...]
 
 For each PYTHON (by default 3.8, 3.11 and 3.13, those that are found):
 
@@ -8,6 +9,9 @@ For each PYTHON (by default 3.8, 3.11 and 3.13, those that are found):
   the imports a check cannot do without, and compiling this program;
 - the same check with 100,000 tools on 1,000 servers known;
 - 20 such checks started at once: the slowest of them.
+
+With sync: a sync of 50 servers that each take 1 s to start, against the
+ideal of 16 side by side, which is 4 rounds of 1 s.
 
 Only ratios within one interleaved run count: machines drift. Every process
 is started with -I -S, so that no site package takes part.
@@ -149,7 +153,58 @@ def at_once(argv, number=20):
     return (time.perf_counter() - began) * 1000
 
 
+# A server that is slow to start and then does as it should.
+SLOW_SERVER = '''
+import json, sys, time
+time.sleep(1)
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked.get('method') == 'initialize':
+        result = {'protocolVersion': asked['params']['protocolVersion'],
+                  'capabilities': {'tools': {}},
+                  'serverInfo': {'name': 'slow', 'version': '0'}}
+    elif asked.get('method') == 'tools/list':
+        result = {'tools': [{'name': 'echo', 'inputSchema': {}}]}
+    else:
+        continue
+    print(json.dumps({'jsonrpc': '2.0', 'id': asked['id'],
+                      'result': result}), flush=True)
+'''
+SLOW_SERVERS, SIDE_BY_SIDE = 50, 16
+
+
+def sync_slow(python, work):
+    """Seconds that a first sync of the slow servers takes."""
+    home, config = os.path.join(work, 'home'), os.path.join(work, 'c.json')
+    server = os.path.join(work, 'slow.py')
+    os.makedirs(work)
+    with open(server, 'w') as file:
+        file.write(SLOW_SERVER)
+    with open(config, 'w') as file:
+        json.dump({'mcpServers': {
+            server_name(number): {'command': python,
+                                  'args': ['-I', '-S', server]}
+            for number in range(SLOW_SERVERS)}}, file)
+    return timed([python, '-I', '-S', PROGRAM, '--home', home, '--config',
+                  config, 'sync']) / 1000
+
+
+def main_sync(pythons):
+    ideal = -(-SLOW_SERVERS // SIDE_BY_SIDE)
+    for number, python in enumerate(pythons):
+        work = tempfile.mkdtemp(prefix='bench')
+        try:
+            took = sync_slow(python, os.path.join(work, str(number)))
+        finally:
+            shutil.rmtree(work)
+        print('%s: %d servers that take 1 s each: %.2f s, %.2f of the ideal '
+              '%d s' % (python, SLOW_SERVERS, took, took / ideal, ideal))
+
+
 def main(argv):
+    if argv[1:2] == ['sync']:
+        main_sync(argv[2:] or list(find_pythons()))
+        return
     work = tempfile.mkdtemp(prefix='bench')
     try:
         small = make_state(os.path.join(work, 'small'), 10, 5)

@@ -21,6 +21,9 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 NPM = ['@modelcontextprotocol/server-%s@2026.8.31' % name for name in
        ('everything', 'filesystem', 'memory', 'sequential-thinking')]
 NPM.append('@modelcontextprotocol/server@2.4.0')
+# This one stays up and lists no tools while its key is missing; a made-up
+# key is enough for it to list them.
+NPM.append('@morphllm/morphmcp@0.8.213')
 PYPI = {
     'current': ['mcp-server-time==2026.10.19', 'mcp-server-git==2026.10.19',
                 'mcp-server-fetch==2026.10.24', 'mcp==2.3.0'],
@@ -189,10 +192,10 @@ def config(directory, work):
 class User:
     """One user's home and config; counts what is not as expected."""
 
-    def __init__(self, python, work):
+    def __init__(self, python, work, name='config'):
         self.start = [python, '-I', os.path.join(ROOT, 'preflight.py'),
-                      '--home', os.path.join(work, 'home'),
-                      '--config', os.path.join(work, 'config.json')]
+                      '--home', os.path.join(work, 'home-' + name),
+                      '--config', os.path.join(work, name + '.json')]
         self.environ = {'PATH': os.environ.get('PATH', os.defpath),
                         'HOME': work, 'TMPDIR': work, MARK: work}
         self.failures = 0
@@ -299,6 +302,52 @@ def check_second_sync(user):
     user.same('second sync: as many tools', len(after), len(before))
 
 
+# What `health` says of servers that are alike but for what is told here:
+# state, reason, exit code, part of the evidence.
+HEALTH = {
+    'everything': ('HEALTHY', 'no_upstream', 0, '13 tools'),
+    CRASHING: ('OFFLINE', 'exited', 11, 'exited with code 1'),
+    'morph': ('OFFLINE', 'no_tools', 11, 'lists no tools'),
+    'morph-key': ('PRESENT (untested)', 'probe_skipped', 0, '7 tools'),
+    'morph-probe': ('PRESENT (untested)', 'probe_skipped', 0,
+                    'credential not readable here'),
+}
+
+
+def health_config(directory, servers):
+    """The config of a user who asks for health."""
+    morph = {'command': os.path.join(directory, 'npm', 'node_modules',
+                                     '.bin', 'morph-mcp'),
+             'health': {'preset': 'morph'}}
+    keyed = dict(morph, env={'MORPH_API_KEY': 'made-up-key-0123456789'})
+    probed = dict(keyed, health={'preset': 'morph', 'token_env': 'NOT_SET'})
+    return {'mcpServers': {
+        'everything': servers['everything'], CRASHING: servers[CRASHING],
+        'morph': morph, 'morph-key': keyed, 'morph-probe': probed}}
+
+
+def check_health(user):
+    """What each server of HEALTH is worth, live and as it is recorded."""
+    for words in ((), ('--cached',)):
+        code, out = user.run('health', '-o', 'json', *words)
+        title = ' '.join(('health',) + words)
+        user.same(title + ': exit code, two are offline', code, 11)
+        rows = {row['server']: row for row in (out or {}).get('servers', ())}
+        user.same(title + ': servers', sorted(rows), sorted(HEALTH))
+        for name, (state, reason, _, part) in sorted(HEALTH.items()):
+            row = rows.get(name, {})
+            evidence = row.get('evidence', '')
+            user.same('%s: %s is %s' % (title, name, state),
+                      (row.get('state'), row.get('reason'),
+                       part if part in evidence else evidence),
+                      (state, reason, part))
+    for name, row in sorted(HEALTH.items()):
+        code, _ = user.run('health', '--cached', name)
+        user.same('health --cached %s: exit code' % name, code, row[2])
+    code, _ = user.run('health', '--cached', 'morphh')
+    user.same('health of an unknown name: exit code', code, 12)
+
+
 def left_behind(value):
     """Processes that carry the mark -> {pid: command line}."""
     mark = ('%s=%s' % (MARK, value)).encode()
@@ -329,6 +378,11 @@ def check(directory, python):
             check_first_sync(user)
             check_gate(user)
             check_second_sync(user)
+            servers = health_config(directory, table['mcpServers'])
+            with open(os.path.join(work, 'health.json'), 'w') as file:
+                json.dump(servers, file)
+            other = User(python, work, 'health')
+            check_health(other)
         code, _ = user.run('activity', 'verify')
         user.same('activity verify: exit code', code, 0)
         time.sleep(0.5)     # a killed child may still be going
@@ -337,7 +391,7 @@ def check(directory, python):
         for pid in left_behind(work):
             os.kill(pid, signal.SIGKILL)
         shutil.rmtree(work, ignore_errors=True)
-    return user.failures
+    return user.failures + other.failures
 
 
 def main(argv):
