@@ -2737,9 +2737,6 @@ def read_config(sources, dialect='', workspace='', home='', read=None):
             for key, (_, default) in SETTINGS.items()}
     for key in ('max_age', 'sync_interval', 'activity_retention'):
         full[key] = parse_duration(full[key]) if full[key] else None
-    if full['approvals'] == 'lockfile' and full['quarantine_new_servers']:
-        warnings.append('quarantine_new_servers has no effect where '
-                        'approvals is "lockfile"')
     return Config(tuple([path for path, _, _ in sources] + more), entries,
                   skipped, profiles, full, warnings)
 
@@ -5415,23 +5412,29 @@ def read_text(path):
     return None
 
 
-def replace_file(path, data, ready):
-    """Write a file whole or not at all; its mode and a link to it stay.
+def replace_file(path, data, ready=None, mode=None):
+    """Write a file whole or not at all; a link to it stays.
 
     ready() is called when the new bytes are on the disk, before they take
-    the place of the old. Raises PreflightError.
+    the place of the old. mode: of a file that is private; None keeps the
+    mode of the file that is there. Raises PreflightError.
     """
     real = os.path.realpath(path)
     fresh, is_made = '%s.%d.new' % (real, os.getpid()), False
+    if os.path.exists(real) and not os.path.isfile(real):
+        raise PreflightError('cannot write %s: it is not a regular file'
+                             % path)
     try:
-        with open(fresh, 'xb') as file:
+        with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL,
+                               mode or 0o666), 'wb') as file:
             is_made = True
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        if os.path.exists(real):
+        if mode is None and os.path.exists(real):
             os.chmod(fresh, os.stat(real).st_mode & 0o7777)
-        ready()
+        if ready:
+            ready()
         os.replace(fresh, real)
     except OSError as exc:
         raise PreflightError('cannot write %s: %s' % (
@@ -5457,25 +5460,6 @@ def file_system_of(path):
     except OSError:
         pass
     return best[1]
-
-
-def write_private(path, data):
-    """Write a file of ours whole or not at all, 0600; raises StoreError."""
-    fresh = '%s.%d.new' % (path, os.getpid())
-    try:
-        file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with os.fdopen(file, 'wb') as out:
-                out.write(data)
-                out.flush()
-                os.fsync(out.fileno())
-            os.replace(fresh, path)
-        except BaseException:
-            os.unlink(fresh)
-            raise
-    except OSError as exc:
-        raise StoreError('cannot write %s: %s' % (path, os_reason(exc))
-                         ) from exc
 
 
 class FileLock:
@@ -8011,6 +7995,23 @@ def _link_of(link, digest):
     return link
 
 
+def known_launches(con, config, server):
+    """Load the launches that the configured one is compared with.
+
+    Where a lockfile holds the approvals (contract 12) it is asked first;
+    the state's memory counts only for a server that it lacks, and only
+    that this very launch was approved, so that the server is not new.
+    """
+    launches, lock = load_launches(con, server.name), config.lock
+    if lock is None:
+        return launches
+    digest = launch_digest(server)
+    if server.name in lock.launches:
+        return [Launch(*lock.launches[server.name], how='lock', at=0,
+                       baselined=True)]
+    return [row for row in launches if row.digest == digest]
+
+
 def load_known(con, config, name):
     """Load one server as the gates see it: (Known, row id)."""
     server, why = look_up(config, name)
@@ -8019,19 +8020,15 @@ def load_known(con, config, name):
     digest = launch_digest(server)
     row_id, _, link = load_link(con, name, seen_key(server))
     switches = load_switches(con, name, server.file)
-    lock, switch = config.lock, switches.get('quarantined')
-    launches = () if lock else load_launches(con, name)
-    fact = quarantine_fact(server, switch, launches, config.settings,
-                           link.launch if link else None)
-    is_known = bool(launches)
-    if lock:                    # then the state's memory is not asked
-        fact = lock_fact(server, digest, lock) or quarantine_fact(
-            server, switch, (), {'quarantine_new_servers': False}, None)
-        is_known = name in lock.launches
-    note = 'its launch is ' + ('known' if is_known else 'new')
+    launches = known_launches(con, config, server)
+    fact = (config.lock and lock_fact(server, digest, config.lock)
+            or quarantine_fact(server, switches.get('quarantined'), launches,
+                               config.settings, link.launch if link
+                               else None))
+    note = 'its launch is ' + ('known' if launches else 'new')
     return Known(
         server, '', disabled_fact(server, switches.get('enabled')), fact,
-        _link_of(link, digest), digest, note, lock), row_id
+        _link_of(link, digest), digest, note, config.lock), row_id
 
 
 def _with_lock(known, tools):
@@ -10333,7 +10330,7 @@ def _plan_lock(con, config, how, job):
         if why:                 # it was named, so it is not left out
             plan.notes.append('warning: %s is never ready: %s' % (
                 json.dumps(text), why))
-        if tool_status(tool)[0] != APPROVED:
+        if tool_status(tool)[0] != APPROVED or tool.ignored:
             plan.diffs[text] = _diff(con, known.server, tool, how,
                                      _own_lock(config))
     return plan
@@ -10866,7 +10863,7 @@ def cmd_servers_approve(world, options):
                          'digest is now %s' % (server.name, digest))
     with Store(world.home, world) as store:
         with store.read() as con:
-            launches = () if config.lock else load_launches(con, server.name)
+            launches = known_launches(con, config, server)
             link = load_link(con, server.name, seen_key(server))[2]
         departs = lock_fact(server, digest, job.old) if job else ''
         fact = departs or launch_fact(server, launches,
@@ -10883,8 +10880,9 @@ def cmd_servers_approve(world, options):
                       if server.quarantined else None)
             save_switch(con, server.name, server.file, 'quarantined', switch)
             _record_server(con, world, server, 'approved')
-            done = 0 if config.lock else _approve_launch(con, world, server,
-                                                         config)
+            is_locked = config.lock and server.name in config.lock.launches
+            done = 0 if is_locked else _approve_launch(con, world, server,
+                                                       config)
             return {'action': 'approved', 'server': server.name,
                     'carried': carried or done}
         if departs:
@@ -11353,7 +11351,8 @@ def cmd_state_export(world, options):
     table = _snapshot(world, config, _selected(config, names), bool(names))
     if options.file is None:
         return table
-    write_private(options.file, render_json(table).encode('ascii'))
+    replace_file(options.file, render_json(table).encode('ascii'),
+                 mode=0o600)
     return {'file': options.file, 'servers': sorted(table['servers']),
             'tools': sum(tool['listed'] for row in table['servers'].values()
                          for tool in row['tools']),
@@ -11620,10 +11619,10 @@ def _sing(world, place):
     world = world._replace(
         home=os.path.join(place, 'state'), configs=(config,), dialect='',
         workspace='', tell=lambda line: None)
-    write_private(script, CANARY.encode('ascii'))
+    replace_file(script, CANARY.encode('ascii'))
     for name, tools, more, wanted in CANARY_STEPS:
-        write_private(listed, json.dumps(tools).encode('ascii'))
-        write_private(config, json.dumps({'mcpServers': {'canary': {
+        replace_file(listed, json.dumps(tools).encode('ascii'))
+        replace_file(config, json.dumps({'mcpServers': {'canary': {
             'command': sys.executable, 'args': ['-I', script, listed]
             + more}}}).encode('ascii'))
         answer = _judge_canary(world)

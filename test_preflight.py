@@ -6387,6 +6387,23 @@ class Test14World(WorldCase):
                 self.assertEqual(pf.state_home('', dict(env, HOME='/h')),
                                  '/h/.preflight')
 
+    def test_a_file_is_replaced_whole_and_nothing_else_is(self):
+        path = os.path.join(self.dir, 'f')
+        for mode, wanted in ((0o600, 0o600), (None, 0o600)):
+            pf.replace_file(path, b'new', mode=mode)
+            self.assertEqual(os.stat(path).st_mode & 0o777, wanted)
+        os.chmod(path, 0o640)
+        pf.replace_file(path, b'newer')
+        self.assertEqual(os.stat(path).st_mode & 0o777, 0o640)
+        self.assertEqual(pf.read_bytes(path), b'newer')
+        pipe = os.path.join(self.dir, 'pipe')
+        os.mkfifo(pipe)
+        for place in pipe, self.dir:
+            with self.subTest(place), self.assertRaisesRegex(
+                    pf.PreflightError, 'is not a regular file'):
+                pf.replace_file(place, b'new')
+        self.assertEqual(sorted(os.listdir(self.dir)), ['f', 'pipe'])
+
     def test_without_a_home_there_is_no_guess(self):
         for env in ({}, {'HOME': ''}, {'HOME': 'h'}, {'HOME': '~'},
                     {'XDG_STATE_HOME': 'x'}):
@@ -13733,6 +13750,15 @@ class Test20Lock(LockCase):
         self.assertEqual(self.lock(), {
             's:echo': 'unchanged', 's:b': 'renewed', 's:c': 'unchanged'})
 
+    def test_what_ignore_changes_covers_is_locked_only_when_reviewed(self):
+        self.sees(tool())
+        self.lock('s:echo')
+        self.configure({'s': dict(self.entry, ignore_changes={
+            '*': ['description']})})
+        self.sees(tool(description='Moved'))
+        self.assertIn('--expect', self.no_lock())
+        self.assertEqual(self.lock('--yes'), {'s:echo': 'renewed'})
+
     def test_all_drops_what_is_no_longer_listed(self):
         self.sees(tool(), tool('b'))
         self.lock('--all')
@@ -14451,13 +14477,28 @@ class Test20LockMode(LockCase):
     def test_another_server_can_be_looked_at(self):
         self.locked()
         self.configure({'s': self.entry, 'n': self.entry},
-                       approvals='lockfile', quarantine_new_servers=True)
+                       approvals='lockfile')
         rows = self.do('sync')[0]
         self.assertEqual([row.state for row in rows], ['ready', 'ready'])
-        self.assertIn('quarantine_new_servers has no effect',
-                      ' '.join(self.told))
         report = self.do('tools', 'preflight', 'n:echo')
         self.assertEqual(report.answers[0].reason, 'tool_pending_approval')
+
+    def test_a_new_server_is_held_where_the_config_says_so(self):
+        self.locked()
+        self.configure({'s': self.entry, 'n': self.entry},
+                       approvals='lockfile', quarantine_new_servers=True)
+        self.assertEqual([row.state for row in self.do('sync')[0]],
+                         ['ready', 'quarantined'])
+        self.do('servers', 'approve', 'n')
+        self.assertEqual([row.state for row in self.do('sync')[0]],
+                         ['ready', 'ready'])
+        report = self.do('tools', 'preflight', 'n:echo')
+        self.assertEqual(report.answers[0].reason, 'tool_pending_approval')
+        self.configure({'s': self.entry, 'n': dict(
+            self.entry, args=self.entry['args'] + ['x'])},
+                       approvals='lockfile', quarantine_new_servers=True)
+        report = self.do('tools', 'preflight', 'n:echo')
+        self.assertEqual(report.answers[0].reason, 'server_quarantined')
 
     def test_approve_says_who_approves(self):
         self.locked()
