@@ -8203,7 +8203,10 @@ def save_observation(store, known, seen, owner, watch=no_watch):
         row_id, _, link = load_link(con, server.name, seen_key(server))
         before = _tools_before(con, row_id, known, link)
         launches = () if known.lock else load_launches(con, server.name)
-        is_first = not known.lock and is_baseline(known.launch, launches)
+        # a list that was imported came first, and nobody has approved it
+        is_first = not known.lock and is_baseline(
+            known.launch, launches) and not any(
+                tool.listed for tool in before.values())
         fact = launch_fact(server, launches, None)
         if fact:                # another became the baseline while we looked
             return _row(server.name, 'quarantined', '', fact)
@@ -11149,8 +11152,14 @@ def cmd_contract_check(world, options):
     options.ids = [need[0] for need in contract.needs]
     options.pin = ['%s=%s' % (need[0], need[1]) for need in contract.needs
                    if need[1]]
-    return _run_check(world, config, _question(world, config, options, lock),
-                      options, name)
+    report = _run_check(world, config, _question(
+        world, config, options, lock), options, name)
+    if lock and report.verdict == BLOCKED:
+        world.tell('note: contract %s is the lockfile as it was when it was '
+                   'added; once that is renewed, run: %s' % (
+                       name, command_line(world.how, 'contract add --lock='
+                                          + shell_word(contract.path), name)))
+    return report
 
 
 def _filters_of(world, options):
@@ -11483,7 +11492,7 @@ class Import:
         if launches and all(known.digest != digest for known in launches):
             return [], ('no approvals, for another launch is known here: '
                         'servers approve, then import again')
-        if launch['known'] and not launches:
+        if (launch['known'] or given['approved']) and not launches:
             save_launch(con, name, Launch(
                 digest, launch_text(server), 'imported', self.now,
                 launch['baselined'] or bool(given['approved'])))

@@ -16178,6 +16178,26 @@ class Test20ContractCodes(CliCase):
         self.assertIn('VERDICT: degraded_retryable (exit 10)', table.out)
         self.assertIn('sync n', table.err)
 
+    def test_a_renewed_lockfile_is_added_again(self):
+        self.one_server(tool())
+        place = self.path('a lock')
+        self.cli('tools', 'lock', 's:echo', '--file', place)
+        self.cli('contract', 'add', 'job', '--lock', place)
+        self.serve('s', tools=[tool(description='New')])
+        self.look('s')
+        line = 'note: contract job is the lockfile as it was when it was '
+        done = self.cli('contract', 'check', 'job')
+        self.assertEqual(done.code, 11)
+        self.assertIn(line, done.err)
+        self.cli('tools', 'lock', '--file', place, '--yes')
+        self.assertEqual(self.cli('contract', 'check', 'job').code, 11)
+        remedy = done.err.split('once that is renewed, run: ')[1]
+        words = shlex.split(remedy.split('\n')[0])
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+        done = self.cli('contract', 'check', 'job')
+        self.assertEqual(done.code, 0)
+        self.assertNotIn(line, done.err)
+
     def test_the_data_is_that_of_tools_preflight(self):
         self.one_server(tool())
         self.cli('contract', 'add', 'job', 's:echo')
@@ -16526,6 +16546,29 @@ class Test20State(CarryCase):
         there = self.there()
         self.do('state', 'import', self.export(), world=there)
         self.do('tools', 'approve', 's:echo', '--yes', world=there)
+        self.serve(tools=[tool('echo', 'Another'), tool('b')])
+        self.do('sync', world=there)
+        self.assertEqual(self.reasons('s:echo', 's:b', world=there),
+                         ['tool_changed', 'tool_pending_approval'])
+
+    def test_a_look_after_an_import_is_no_baseline(self):
+        self.one(tool(), tool('b'))
+        there = self.there()
+        self.do('state', 'import', self.export(), world=there)
+        self.do('sync', world=there)
+        self.assertEqual(self.reasons('s:echo', 's:b', world=there),
+                         ['tool_pending_approval'] * 2)
+        self.assertNotIn('first use', '\n'.join(self.told))
+
+    def test_approvals_of_a_launch_that_was_not_known_make_it_known(self):
+        self.one(tool())
+        path, there = self.export(), self.there()
+        with open(path, encoding='utf-8') as file:
+            table = json.load(file)
+        table['servers']['s']['launch'].update(known=False, baselined=False)
+        table['sha256'] = pf.snapshot_digest(table)
+        self.write('snapshot.json', json.dumps(table))
+        self.do('state', 'import', path, '--approvals', world=there)
         self.serve(tools=[tool('echo', 'Another'), tool('b')])
         self.do('sync', world=there)
         self.assertEqual(self.reasons('s:echo', 's:b', world=there),
