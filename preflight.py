@@ -1174,6 +1174,8 @@ top: the whole file. level: its place in the client's precedence, 2 for a
 project's. notes: what was seen while it was found.
 """
 
+# -- the text of a file: JSON with comments -----------------------------------
+
 # A string may lack its end, as in JSON_TOKEN.
 STRING = r'(?s)"(?:[^"\\\r\n]|\\.)*"?'
 COMMENT = STRING + r'|//[^\r\n]*|/\*.*?\*/|/\*'
@@ -1276,6 +1278,8 @@ def decode_config(text, path):
         raise ConfigError('config %s holds no JSON object' % path)
     return table, doubles, leniency
 
+
+# -- TOML ---------------------------------------------------------------------
 
 TOML_DEPTH = 64
 TOML_STRINGS = (        # pattern of a string, are its escapes read
@@ -1466,6 +1470,8 @@ class Toml:
                 self.fail('the line should end here')
 
 
+# -- what our own keys take ---------------------------------------------------
+
 def one_of(*words):
     """Make a claim that a value is one of these words."""
     def is_one(value):
@@ -1583,6 +1589,8 @@ HEALTH_KEYS = {
     'tools': is_texts, 'tool': is_text, 'setup': is_text,
     'status_page': is_http_url,
 }
+# -- dialects: how each client means an entry ---------------------------------
+
 # What says how a server is started: never in an overlay.
 LAUNCH_KEYS = {'command': is_text, 'args': is_list, 'cwd': is_text,
                'url': is_text, 'type': is_text}
@@ -1700,6 +1708,8 @@ DIALECTS = {
     'registry': ANY,
 }
 OUR_DIALECTS = ('preflight', 'generic')
+
+# -- where clients keep theirs, and whose a file is ---------------------------
 
 # Where clients keep their files: whose, then paths, each behind the systems
 # (l Linux, m macOS, w Windows) that have it if not all do. ~ is home, {X:y}
@@ -1924,6 +1934,8 @@ def parse_config(path, file, data, wanted=''):
         ('lenient_syntax', is_lenient), ('duplicate_key', doubles)) if is_so],
         is_container)
 
+
+# -- an entry -> Server -------------------------------------------------------
 
 class BadEntry(Exception):
     """An entry that is skipped; the text says why, code in one word."""
@@ -2379,6 +2391,8 @@ def _top_level(file, settings, profiles, warnings):
                      for note in _unknown_keys(table, known)]
 
 
+# -- forms that are not a table of servers ------------------------------------
+
 # kind of package -> what runs it, before it, its form, behind it
 REGISTRIES = {
     'npm': ('npx', ['-y'], '%s@%s', []), 'pypi': ('uvx', [], '%s==%s', []),
@@ -2534,6 +2548,8 @@ def _rows_of(file, warnings):
                                                                key))
     return [(name, raw, ()) for name, raw in found.items()]
 
+
+# -- files -> Config: bases, layers, overlays ---------------------------------
 
 # Folders that clients keep their files in: the project is above.
 CLIENT_FOLDERS = frozenset(
@@ -2783,6 +2799,8 @@ def all_servers(config):
     return servers, skipped
 
 
+# -- variables: expanded when a server is started -----------------------------
+
 NAME = '[A-Za-z_][A-Za-z0-9_]*'
 REFERENCE = r'\$\{([^}]*)\}|\$(' + NAME + r')|\{((?:env|file):[^{}]*)\}'
 PERCENT = '|%(' + NAME + ')%'
@@ -2971,6 +2989,8 @@ def expand_server(server, environ, read=None):
     return work.run(), ['%s (%s)' % (name, place)
                         for name, place, is_fatal in work.lacks if is_fatal]
 
+
+# -- config show --------------------------------------------------------------
 
 def normal_form(server, file, environ, read):
     """Give one server as `config show` prints it, expanded."""
@@ -5904,6 +5924,8 @@ def key_text(path):
     return path.encode('utf-8', 'backslashreplace').decode('utf-8')
 
 
+# -- servers, launches and switches -------------------------------------------
+
 LINK_COLUMNS = ('launch, state, cause, detail, since, observed_at, '
                 'listed_at, protocol, era, ttl, stderr, refused, lease_at, '
                 'lease_until, lease_launch, expires_at')
@@ -5935,6 +5957,8 @@ def load_switches(con, name, file):
         'select key, value, over, at from switch where server=? and file=?',
         (name, key_text(file)))}
 
+
+# -- tools --------------------------------------------------------------------
 
 MOVES_KEPT = 20                 # looks that a tool's moves are counted in
 TOOL_QUERY = """
@@ -6020,6 +6044,8 @@ def load_homes_of(con, tool, limit=200):
         (tool, limit)).fetchall()
 
 
+# -- probes and contracts -----------------------------------------------------
+
 def load_probe(con, name, file):
     """Load the last health probe of a server: a dict, or None."""
     row = con.execute('select probe from server where name=? and file=?',
@@ -6059,6 +6085,8 @@ def delete_contract(con, name):
     return con.execute('delete from contract where name=?',
                        (name,)).rowcount > 0
 
+
+# -- what a look writes -------------------------------------------------------
 
 def take_lease(con, name, file, lease):
     """Mark a server as being looked at; returns its row id.
@@ -6149,6 +6177,8 @@ def save_carried(con, name, file, link, tools):
                 ':first_seen, :last_seen)', given)
 
 
+# -- what the operator decides ------------------------------------------------
+
 def save_approvals(con, name, launch, tools, how):
     """Make definitions the approved ones; how: (word, instant)."""
     con.executemany(
@@ -6205,6 +6235,8 @@ def save_switch(con, name, file, key, switch):
     bump_generation(con)
 
 
+# -- agent tokens -------------------------------------------------------------
+
 TOKEN_COLUMNS = 'name, servers, profile, required, at, expires_at'
 
 
@@ -6239,6 +6271,8 @@ def delete_token(con, name):
                        (name,)).rowcount > 0
 
 
+# -- the database itself ------------------------------------------------------
+
 def data_version(con):
     """Give a number that moves when another connection has written."""
     return con.execute('pragma data_version').fetchone()[0]
@@ -6271,6 +6305,8 @@ def is_wal(path):
     except OSError:
         return False
 
+
+# -- the audit log ------------------------------------------------------------
 
 def load_last_record(con):
     """Load (seq, hash) of the newest audit record, (0, '') for none."""
@@ -6478,6 +6514,8 @@ def prune_records(store, before, actor):
 # ==========================================================================
 
 
+# -- finding and ending a program ---------------------------------------------
+
 def windows_names(command, env):
     """List the file names that Windows tries for a command, best first.
 
@@ -6580,6 +6618,8 @@ def own_group():
     return {'start_new_session': True}
 
 
+# -- containers ---------------------------------------------------------------
+
 class Container:
     """What `docker run` starts: the end of its client does not end it.
 
@@ -6664,6 +6704,8 @@ class Container:
             shutil.rmtree(self.place, ignore_errors=True)
             self.place = None
 
+
+# -- a child's standard input and output --------------------------------------
 
 # Why a command cannot be started, where the command itself is at fault.
 UNSTARTABLE = ('ENOENT', 'ENOTDIR', 'EACCES', 'EPERM', 'ENOEXEC', 'EISDIR',
@@ -7073,6 +7115,8 @@ def feed_command(words, data, world):
     lines = link.tail.decode('utf-8', 'replace').strip().splitlines()
     return ': '.join([text] + lines[-1:])
 
+
+# -- HTTP ---------------------------------------------------------------------
 
 def _is_exempt(rule, host, port):
     """Tell whether a rule of no_proxy names a host: *, a name or suffix,
@@ -9001,6 +9045,8 @@ def record_health(con, report, now):
 # ==========================================================================
 
 
+# -- the config ---------------------------------------------------------------
+
 def config_paths(world):
     """Name the config files of this run, in order (contract 12)."""
     return world.configs or (os.path.join(world.home, OUR_CONFIG),)
@@ -9187,6 +9233,8 @@ def known_server(config, name):
             else ''), 'See `servers list`.')
     return server
 
+
+# -- a check, from one snapshot of the state ----------------------------------
 
 Snapshot = namedtuple('Snapshot', 'con config servers tools ready')
 Snapshot.__doc__ = """One instant of the state, read as it is asked for.
@@ -9473,6 +9521,8 @@ def warn_of(world, config, names):
             world.tell('warning: %s' % note)
 
 
+# -- what a look tells of contracts -------------------------------------------
+
 def contract_question(world, config, contract, needs):
     """Ask whether what a Contract needs is there, without any filter.
 
@@ -9572,6 +9622,8 @@ def _watch_removed(store, config, watch):
     for line in lines:
         store.world.tell(line)
 
+
+# -- sync, and a check that looks first ---------------------------------------
 
 def no_progress(done, total, names):
     """Show nothing while a sync runs."""
@@ -9700,6 +9752,8 @@ def chosen_servers(world, config, names):
     return servers, unknown
 
 
+# -- sync --notify ------------------------------------------------------------
+
 def split_notify(text):
     """Split the command of --notify into words, as a shell would.
 
@@ -9811,6 +9865,8 @@ def exit_of_sync(found):
     return EXIT_UNKNOWN if unknown else worst
 
 
+# -- health -------------------------------------------------------------------
+
 def _look_twice(world, config, servers, limit, progress):
     """Look at servers, and again where one was up but gave no list."""
     rows = {row.server: row for row in run_sync(
@@ -9878,6 +9934,8 @@ def recorded_health(world, config):
             now), now) for case in cases]
     return health_report(rows, now)
 
+
+# -- tools: what is known, diff, approve --------------------------------------
 
 def _tool_row(server, tool):
     is_denied = denied_by(server, tool.name) is not None
@@ -10173,6 +10231,8 @@ def cmd_tools_approve(world, options):
             tokens[diff['id']] = wanted
         return _approve(world, store, config, tokens)
 
+
+# -- tools lock, tools verify -------------------------------------------------
 
 LockJob = namedtuple('LockJob', 'path old data options')
 LockJob.__doc__ = """One run that rewrites a lockfile. path: as it was named;
@@ -10549,6 +10609,8 @@ def cmd_tools_verify(world, options):
         return Verified(report, *_beside_lock(snap, question))
 
 
+# -- tools review, block, explain ---------------------------------------------
+
 def _write_blocks(con, world, config, ids, verb):
     """Block or unblock tools, with a record: rows of id and result."""
     now, rows = world.now(), []
@@ -10693,6 +10755,8 @@ def cmd_tools_explain(world, options):
         return [{'gate': gate, 'result': result, 'fact': fact}
                 for gate, result, fact in explain(case)]
 
+
+# -- servers ------------------------------------------------------------------
 
 SERVER_STATES = ('ready', 'pending_auth', 'error', 'stale', 'initializing',
                  'never_seen', 'disabled', 'quarantined')
@@ -10900,6 +10964,8 @@ def cmd_servers_approve(world, options):
             'carried': carried}
 
 
+# -- agent tokens -------------------------------------------------------------
+
 def hash_token(con, world, text):
     """Digest a token with the key of this state, made at first use."""
     import hmac
@@ -11003,6 +11069,8 @@ def cmd_token_revoke(world, options):
         _record_token(con, world, options.ids[0], 'revoke')
     return {'name': options.ids[0], 'result': 'revoked'}
 
+
+# -- contracts ----------------------------------------------------------------
 
 def _contract_name(words):
     """Read the one word that names a contract; raises UsageError."""
@@ -11162,6 +11230,8 @@ def cmd_contract_check(world, options):
     return report
 
 
+# -- the audit log ------------------------------------------------------------
+
 def _filters_of(world, options):
     def instant(text):
         if text is not None and re.match('[0-9.]+[a-z]', text):
@@ -11239,6 +11309,8 @@ def cmd_activity_prune(world, options):
         return {'removed': prune_records(store, world.now() - keep,
                                          'operator')}
 
+
+# -- state export and import: what one host saw, for another ------------------
 
 INSTANTS = ('at', 'since', 'observed_at', 'listed_at', 'expires_at',
             'first_seen', 'last_seen')
@@ -11557,6 +11629,8 @@ def cmd_state_import(world, options):
     return {'file': path, 'sha256': table['sha256'],
             'exported_at': table['exported_at'], 'servers': rows}
 
+
+# -- doctor -------------------------------------------------------------------
 
 # The server that a self-test plants. It lists what stands in a file, which
 # is read anew at each start, so that its tools change and its launch does
@@ -11914,6 +11988,8 @@ def cmd_doctor(world, options):
     return {'ok': all(row['ok'] for row in checks), 'checks': checks}
 
 
+# -- the same, asked of a service (--url) -------------------------------------
+
 ENV_HINT = 'Run it without --url, and as: env -u PREFLIGHT_URL ...'
 
 
@@ -12189,6 +12265,8 @@ def respond_error(exc, request_id, who):
                    getattr(exc, 'headers', ()))
 
 
+# -- a request's head and body ------------------------------------------------
+
 HEADER = (rb"(?m)^([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*"
           rb'([^\x00-\x08\x0a-\x1f\x7f]*?)[ \t]*\r\n')
 # Of these a second one would leave open which counts.
@@ -12338,6 +12416,8 @@ def strict_json(data):
     return value
 
 
+# -- what a check asks --------------------------------------------------------
+
 CHECK_KEYS = ('tools', 'profile', 'policy', 'wait_ms')
 FILTERS = ('read_only_only', 'exclude_destructive', 'exclude_open_world')
 
@@ -12431,6 +12511,8 @@ def caller_of(who, config, profile=''):
             raise HttpError(400, 'Unknown profile')
     return Caller(AGENT, token.name, profile, servers)
 
+
+# -- judging in batches, one synced commit each -------------------------------
 
 class Check:
     """One check under way: from its request to its answer."""
@@ -12633,6 +12715,8 @@ class Gate:
         return text
 
 
+# -- config files that change -------------------------------------------------
+
 class Configs:
     """The config files, read again when they change (contract 5)."""
 
@@ -12701,6 +12785,8 @@ class Configs:
         return self.current()
 
 
+# -- metrics ------------------------------------------------------------------
+
 class Counts:
     """Counters for /metrics."""
 
@@ -12747,6 +12833,8 @@ class Counts:
         lines.append('preflight_audit_write_seconds_count %d' % self.writes)
         return '\n'.join(lines)
 
+
+# -- connections --------------------------------------------------------------
 
 def encode_response(response, request_id, is_last):
     """Write the bytes of a response; one without a body is a stream."""
@@ -12943,6 +13031,8 @@ class Peer:
             self.transport.write_eof()
 
 
+# -- the event stream ---------------------------------------------------------
+
 class Events:
     """GET /events: a change of a server's or tool's readiness.
 
@@ -13078,6 +13168,8 @@ class Events:
                 if key in answer}
 
 
+# -- the sync in the background -----------------------------------------------
+
 class Syncer:
     """Background sync: a child process, so that no request waits for it.
 
@@ -13169,6 +13261,8 @@ class Syncer:
                 self.child.kill()
                 self.thread.join()
 
+
+# -- routes -------------------------------------------------------------------
 
 AGENT_TOOL_KEYS = ('id', 'server', 'name', 'listed', 'status', 'blocked',
                    'denied', 'annotations')
@@ -13520,6 +13614,8 @@ def find_route(request):
     return (request,) + verbs[request.method]
 
 
+# -- hosts, queries, peers ----------------------------------------------------
+
 def is_host_allowed(host, is_loopback, names):
     """Decide whether a Host may be ours (DNS rebinding, contract 5).
 
@@ -13606,6 +13702,8 @@ def peer_uid(sock):
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return struct.unpack('3i', data)[1]
 
+
+# -- the service --------------------------------------------------------------
 
 ServeSettings = namedtuple('ServeSettings', (
     'key is_loopback hosts ready log_format sync_ms write_log notify'))
@@ -13880,6 +13978,8 @@ class Service:
         else:
             self.loop.stop()
 
+
+# -- starting it: key, addresses, sockets, TLS --------------------------------
 
 def make_api_key(world, path):
     """Make the key at the first start of all; tells whether it did."""
