@@ -5325,8 +5325,8 @@ def render_activities(found):
 
 World = namedtuple('World', (
     'env how home configs dialect workspace now clock sleep random stop '
-    'ask tell is_terminal ca_file url'))
-World.__new__.__defaults__ = ('', '')
+    'ask tell is_terminal ca_file url request_id'))
+World.__new__.__defaults__ = ('', '', '')
 World.__doc__ = """What a command may know of its surroundings.
 
 env: dict. how: the command that started this run, for remedies. home: the
@@ -5335,7 +5335,8 @@ now() -> ms; clock() -> monotonic seconds; random(n) -> bytes. stop: signal
 numbers that arrived. ask(question) -> bool, ask(question, choices) -> one
 of them, whose initials differ; tell(line) writes to stderr.
 ca_file: certificates to trust besides the system's, '' for none. url: the
-service to ask instead of the state, '' for none.
+service to ask instead of the state, '' for none. request_id: that the audit
+records of this run carry, '' for none.
 """
 
 OUR_CONFIG = 'mcp_config.json'
@@ -8213,15 +8214,15 @@ def _row_of(con, row_id, known, plan, seen):
                and bool(plan.approve), 0, notes)
 
 
-def _record_sync(con, row, plan, is_same, now):
+def _record_sync(con, world, row, plan, is_same):
     """Leave a record when something changed, or was approved by itself."""
     def ids(names):
         return ['%s:%s' % (row.server, name) for name in names]
     if plan.approve or row.added or row.changed or row.vanished or (
             not is_same):
         append_record(con, Record(
-            'sync', 'cli', now, '', 'operator', 'success'
-            if row.state == 'ready' else 'blocked', {
+            'sync', 'cli', world.now(), world.request_id, 'operator',
+            'success' if row.state == 'ready' else 'blocked', {
                 'server': row.server, 'state': row.state,
                 'cause': row.cause, 'added': ids(row.added),
                 'changed': ids(row.changed), 'vanished': ids(row.vanished),
@@ -8277,7 +8278,7 @@ def save_observation(store, known, seen, owner, watch=no_watch):
             save_tools(con, row_id, plan.rows, plan.gone, now)
             _save_trust(con, known, plan, launches, now)
         row = _row_of(con, row_id, known, plan, seen)
-        _record_sync(con, row, plan, is_same, now)
+        _record_sync(con, store.world, row, plan, is_same)
         return row._replace(broken=watch(con, server.name))
 
 
@@ -8925,8 +8926,10 @@ def _send(settings, value, world, deadline):
             raise UpstreamError('protocol', 'the answer was cut short')
     finally:
         reply.close()
+    plain = {name: mask_values(text, [value])       # it may be sent back
+             for name, text in reply.headers.items()}
     return (reply.status,) + read_answer(
-        reply.status, reply.headers, head) + (quota_of(reply.headers),)
+        reply.status, plain, head) + (quota_of(plain),)
 
 
 def send_probe(settings, value, world):
@@ -9565,13 +9568,14 @@ def contract_faults(snap, question):
     return found
 
 
-def _record_moves(con, contract, server, events, now):
+def _record_moves(con, world, contract, server, events):
+    is_back = all(event['event'] == 'back' for event in events)
     append_record(con, Record(
-        'contract', 'cli', now, '', 'operator', 'success'
-        if all(event['event'] == 'back' for event in events) else 'blocked',
-        {'contract': contract.name, 'server': server, 'tools': [
-            {'id': event['id'], 'event': event['event']}
-            for event in events]}))
+        'contract', 'cli', world.now(), world.request_id, 'operator',
+        'success' if is_back else 'blocked', {
+            'contract': contract.name, 'server': server, 'tools': [
+                {'id': event['id'], 'event': event['event']}
+                for event in events]}))
 
 
 def _is_meant(contract, config, server):
@@ -9601,7 +9605,7 @@ def watch_contracts(con, world, config, name):
             contract = contract._replace(held=held)
             save_contract(con, contract.name, contract.at,
                           contract_text(contract))
-            _record_moves(con, contract, name, events, world.now())
+            _record_moves(con, world, contract, name, events)
             lines += [contract_line(contract.name, [event])
                       for event in events]
     return lines
@@ -9700,6 +9704,7 @@ def _run_check(world, config, question, options, contract=''):
     wait_ms = parse_wait(options.wait)
     check_request_id(options.request_id)
     request_id = options.request_id or new_request_id(world)
+    world = world._replace(request_id=request_id)
     names, looked_at = {ref.server for ref in question.refs}, set()
     if options.sync:
         looked_at = _sync_first(world, config, question, options.progress)
@@ -9842,6 +9847,8 @@ def cmd_sync(world, options):
     """Look at servers: (Rows, names that are not configured)."""
     words = split_notify(options.notify)
     limit = parse_limit(options.timeout)
+    check_request_id(options.request_id)
+    world = world._replace(request_id=options.request_id or '')
     config = load_config(world, True)
     servers, unknown = chosen_servers(world, config, options.ids)
     for name, near in unknown.items():
@@ -13181,20 +13188,21 @@ class Syncer:
         self.service, self.interval_ms = service, interval_ms
         self.child, self.thread, self.timer = None, None, None
         self.failures = 0
-        self.again = None       # names for the run after the one under way
+        self.again = None       # names, id of the run after this one
 
-    def start(self, names=()):
-        """Start a sync of some servers, or of all.
+    def start(self, names=(), request_id=''):
+        """Start a sync of some servers, or of all: the id of its records.
 
-        While one runs it is followed by another, once.
+        While one runs it is followed by another, once, for all who ask.
         """
         import subprocess
         import threading
         names = list(names)
         if self.child is not None:
-            all_of_them = not names or self.again == []
-            self.again = [] if all_of_them else (self.again or []) + names
-            return
+            held, given = self.again or (names, request_id)
+            self.again = (held + names if held and names else [],
+                          given or request_id)
+            return self.again[1]
         if self.timer is not None:
             self.timer.cancel()
         world = self.service.world
@@ -13207,6 +13215,8 @@ class Syncer:
                           getattr(world, name)]
         if self.service.settings.notify:
             words += ['--notify=' + self.service.settings.notify]
+        if request_id:
+            words += ['--request-id=' + request_id]
         try:
             self.child = subprocess.Popen(
                 [sys.executable, '-I', os.path.abspath(__file__), 'sync']
@@ -13222,6 +13232,7 @@ class Syncer:
             self.thread = threading.Thread(target=self._follow,
                                            args=(self.child,))
             self.thread.start()
+        return request_id
 
     def _follow(self, child):
         """Pass on what a sync says, and its end; runs in a thread."""
@@ -13237,9 +13248,9 @@ class Syncer:
         if self.service.is_stopping:
             return
         self.failures = self.failures + 1 if code == EXIT_FAILED else 0
-        names, self.again = self.again, None
-        if names is not None:
-            self.start(names)
+        again, self.again = self.again, None
+        if again is not None:
+            self.start(*again)
         elif self.interval_ms:
             spread = 0.9 + 0.2 * self.service.world.random(1)[0] / 255
             self.timer = self.service.loop.call_later(
@@ -13379,8 +13390,8 @@ def do_sync(service, peer, request, who):
         if look_up(config, name)[0] is None:
             raise HttpError(400, 'no server %s is configured'
                             % json.dumps(name))
-    service.syncer.start(names)
-    return respond({'success': True, 'data': {'id': request.id}}, 202)
+    return respond({'success': True, 'data': {
+        'id': service.syncer.start(names, request.id)}}, 202)
 
 
 def do_metrics(service, peer, request, who):
@@ -14467,6 +14478,7 @@ COMMANDS = {
     ('sync',): Command(
         cmd_sync, (
             _text('--timeout', 'D', 'longest look at one server'),
+            _text('--request-id', 'R', 'id for its audit records'),
             _text('--notify', 'CMD', 'run this command, without a shell, '
                   'with JSON on its stdin, when a contract broke or came '
                   'back (an outage is no break); it has 30s')),

@@ -12307,6 +12307,18 @@ class Test19Probe(HealthCase):
         with self.store().read() as con:
             self.assertEqual(pf.load_probe(con, 's', self.config), kept)
 
+    def test_a_credential_that_is_sent_back_is_not_kept(self):
+        long = 'x' * 35 + API_TOKEN
+        for answer in (web_reply(429, {}, Retry_After=long), web_reply(
+                200, {}, X_RateLimit_Remaining='x' * 20 + long)):
+            with self.subTest(answer):
+                self.probe(answer)
+                with self.store().read() as con:
+                    kept = pf.load_probe(con, 's', self.config)
+                text = json.dumps([kept['detail'], kept['quota']])
+                self.assertIn('x***', text)
+                self.assertNotIn(API_TOKEN[:5], text)
+
     def recorded(self, **health):
         """Give the row of `s` as the service would."""
         self.configure({'s': dict(self.entry, health=health)})
@@ -19233,14 +19245,32 @@ class Test22ServeAround(ServeCase):
         self.serve('s', tools=[tool()], starts=starts,
                    sleep={'initialize': 0.3})
         self.addCleanup(self.serve, 's', tools=[tool()])
+        ids = []
         for body in b'{"servers":["s"]}', b'{"servers":["s"]}', b'', b'{}':
-            self.assertEqual(self.post(body, '/api/v1/sync').status, 202)
+            reply = self.post(body, '/api/v1/sync')
+            self.assertEqual(reply.status, 202)
+            ids.append(reply.json['data']['id'])
+        self.assertEqual(len(set(ids)), 2)      # those of the two runs
+        self.assertEqual(ids[1:], ids[1:2] * 3)
 
         def count():
             return self.read(starts).count('\n') + 1
         self.wait_for(lambda: os.path.exists(starts) and count() == 2)
         time.sleep(0.4)
         self.assertEqual(count(), 2)
+
+    def test_the_records_of_a_sync_carry_its_id(self):
+        self.serve('s', tools=[tool(), tool('late')])
+        self.addCleanup(self.serve, 's', tools=[tool()])
+        number = self.post({'servers': ['s']}, '/api/v1/sync',
+                           X_Request_Id='run-7').json['data']['id']
+        self.assertEqual(number, 'run-7')
+
+        def found():
+            return self.cli('activity', 'list', '--request-id', 'run-7',
+                            '--type', 'sync', '-o', 'json').json['activities']
+        self.wait_for(found)
+        self.assertEqual(found()[0]['metadata']['added'], ['s:late'])
 
 
 class Test22ServeStart(ServeCase):
