@@ -103,6 +103,7 @@ MAX_NOISE_LINES = 1000
 MAX_CONFIG_BYTES = 16 << 20
 MAX_NAMED_BYTES = 1 << 20       # of a file that a config refers to
 MAX_LOCK_BYTES = 64 << 20
+MAX_SNAPSHOT_BYTES = 256 << 20
 STDERR_TAIL_BYTES = 8 << 10
 PROBE_BODY_BYTES = 64 << 10     # enough of an answer to tell what it is
 
@@ -766,8 +767,8 @@ def odd_notes(text):
                 spelt += chr(ord(char) - 0xe0000)
                 continue
             counts[char] = counts.get(char, 0) + 1
-            near.setdefault(char, reveal(line[max(0, place - 12):
-                                              place + 13]))
+            if len(near) < MAX_NOTES and char not in near:
+                near[char] = reveal(line[max(0, place - 12):place + 13])
     notes = [_odd_note(char, count, near[char])
              for char, count in list(counts.items())[:MAX_NOTES]]
     if len(counts) > MAX_NOTES:
@@ -1108,14 +1109,21 @@ def mask_args(args):
     return shown
 
 
+def _env_text(name, value):
+    """Show a variable of a launch: npm is given credentials in one."""
+    is_secret = re.search(r'(?i)%s|_auth\Z' % SECRET_NAME, name)
+    return '%s=%s' % (name, '***' if value and is_secret
+                      else redact(value or '(removed)'))
+
+
 def launch_text(server):
     """Show a launch to people, secrets masked."""
     if server.transport != 'stdio':
         return '%s %s' % (server.transport, redact(server.url or ''))
     words = [server.command or ''] + mask_args(server.args)
     text = ' '.join(shell_word(word) for word in words)
-    extra = ['%s=%s' % (name, redact(value or '(removed)'))
-             for name, value in sorted(launch_value(server)['env'].items())]
+    extra = [_env_text(*pair) for pair in sorted(
+        launch_value(server)['env'].items())]
     if server.cwd:
         extra.insert(0, 'cwd=%s' % server.cwd)
     return text + (' [%s]' % ' '.join(extra) if extra else '')
@@ -4375,10 +4383,10 @@ def _lock_table(path, data):
     if not is_table(table) or 'lockfileVersion' not in table:
         raise LockError(path, 'has no lockfileVersion: it is not a lockfile '
                         'of preflight.py')
-    if table['lockfileVersion'] != LOCK_VERSION:
+    number = table['lockfileVersion']
+    if type(number) is not int or number != LOCK_VERSION:
         raise LockError(path, 'has lockfileVersion %s, this version reads %d'
-                        % (json.dumps(table['lockfileVersion']),
-                           LOCK_VERSION))
+                        % (json.dumps(number), LOCK_VERSION))
     for key in ('servers', 'tools'):
         if not is_table(table.get(key)):
             raise LockError(path, '%s must be an object' % key)
@@ -4456,7 +4464,7 @@ def render_lock(lock):
                        'tools': tools}, indent=2, sort_keys=True) + '\n'
 
 
-MAX_PAIRS = 4000000             # beyond it a text counts as rewritten
+MAX_STEPS = 20000000            # of one diff; what is left is rewritten
 LONG_LINE = 72                  # a longer one is compared word by word
 NEAR_LINES, NEAR_WORDS = 3, 10  # of what stays, shown around a change
 # A word with the blanks behind it. CJK is written without any.
@@ -4464,20 +4472,34 @@ CJK = '\u2e80-\ua4cf\uac00-\ud7af\uf900-\ufaff'
 WORDS = '[%s]\\s*|[^\\s%s]+\\s*|\\s+' % (CJK, CJK)
 
 
-def _opcodes(old, new):
-    """Compare two lists as difflib does, in bounded time."""
+def _match(old, new, left):
+    """Compare two lists as difflib does, as far as the steps that are left
+    go: it needs the cube of a length where a server wants it to."""
     import difflib
+    matcher = difflib.SequenceMatcher(None, old, new)
+    find = matcher.find_longest_match
+
+    def find_bounded(*bounds):
+        if left[0] >= 0:
+            places = matcher.b2j
+            left[0] -= sum(1 + len(places.get(item, ()))
+                           for item in old[bounds[0]:bounds[1]])
+        return (find(*bounds) if left[0] >= 0
+                else difflib.Match(bounds[0], bounds[2], 0))
+    matcher.find_longest_match = find_bounded
+    return matcher.get_opcodes()
+
+
+def _opcodes(old, new, left):
+    """Compare two lists as difflib does: [steps left] are used up."""
     head, tail, most = 0, 0, min(len(old), len(new))
     while head < most and old[head] == new[head]:
         head += 1
     while tail < most - head and old[-1 - tail] == new[-1 - tail]:
         tail += 1
     a, b = old[head:len(old) - tail], new[head:len(new) - tail]
-    codes = [('replace', 0, len(a), 0, len(b))]
-    if len(a) * len(b) <= MAX_PAIRS:
-        codes = difflib.SequenceMatcher(None, a, b).get_opcodes()
     codes = [(code[0],) + tuple(place + head for place in code[1:])
-             for code in codes]
+             for code in _match(a, b, left)]
     if head:
         codes.insert(0, ('equal', 0, head, 0, head))
     if tail:
@@ -4486,12 +4508,12 @@ def _opcodes(old, new):
     return codes
 
 
-def _blocks(old, new, least):
+def _blocks(old, new, least, left):
     """Split two lists into (is_same, old part, new part) in turn.
 
     Fewer than `least` like items between two changes belong to them.
     """
-    codes, out = _opcodes(old, new), []
+    codes, out = _opcodes(old, new, left), []
     for n, (tag, a1, a2, b1, b2) in enumerate(codes):
         is_same = tag == 'equal' and (a2 - a1 >= least
                                       or n in (0, len(codes) - 1))
@@ -4529,19 +4551,20 @@ def _sides(old, new):
             + (_signed('+', new) if new else []))
 
 
-def _word_lines(old, new, start, size):
+def _word_lines(old, new, place, left):
     """Compare long lines word by word, as hunks of words.
 
-    start, size: where the new lines stand in the whole text, of how many
-    characters. What is mostly rewritten is shown old and new.
+    place: where the new lines stand in the whole text, and of how many
+    characters that is. What is mostly rewritten is shown old and new.
     """
+    at, size = place
     # With a blank behind it the last word is a word like the others.
     a, b = re.findall(WORDS, old + ' '), re.findall(WORDS, new + ' ')
-    blocks = _blocks(a, b, 3)
+    blocks = _blocks(a, b, 3, left)
     same = sum(len(its) for is_same, its, _ in blocks if is_same)
     if 2 * same < max(len(a), len(b)):
         return _signed('-', old) + _signed('+', new)
-    out, at = [], start
+    out = []
     for n, (is_same, before, after) in enumerate(blocks):
         text = ''.join(after)
         at += len(text)
@@ -4563,11 +4586,11 @@ def _clipped(line):
                   else line[:LONG_LINE - 6].rstrip() + ' [...]')
 
 
-def _text_lines(old, new):
+def _text_lines(old, new, left):
     """Compare two texts: lines that start with '-', '+', ' ', or with '@'
     to say where the next ones stand. None is no text."""
     a, b = ([] if text is None else text.split('\n') for text in (old, new))
-    blocks, out, row, at = _blocks(a, b, 1), [], 0, 0
+    blocks, out, row, at = _blocks(a, b, 1, left), [], 0, 0
     for n, (is_same, before, after) in enumerate(blocks):
         row += len(after)
         if is_same:
@@ -4578,8 +4601,8 @@ def _text_lines(old, new):
                 out.append('@line %d of %d' % (row - len(tail) + 1, len(b)))
                 out += map(_clipped, tail)
         elif before and after and max(map(len, before + after)) > LONG_LINE:
-            out += _word_lines('\n'.join(before), '\n'.join(after), at,
-                               len(new))
+            out += _word_lines('\n'.join(before), '\n'.join(after),
+                               (at, len(new)), left)
         else:
             out += ['-' + line for line in before]
             out += ['+' + line for line in after]
@@ -4637,17 +4660,17 @@ def _member_lines(path, old, new):
     return ['~%s: %s' % (path, ', '.join(said))]
 
 
-def _list_lines(path, old, new, compare):
+def _list_lines(path, old, new, left, compare):
     """Compare two lists that hold objects, item by item: compare(path,
-    old, new) does it for two of them."""
+    old, new, left) does it for two of them."""
     a, b = list(map(canonical, old)), list(map(canonical, new))
     if sorted(a) == sorted(b):
         return ['~%s: order changed' % path]
     out = []
-    for tag, a1, a2, b1, b2 in _opcodes(a, b):
+    for tag, a1, a2, b1, b2 in _opcodes(a, b, left):
         if tag == 'replace' and a2 - a1 == b2 - b1:
             for n, m in zip(range(a1, a2), range(b1, b2)):
-                out += compare(_path(path, m), old[n], new[m])
+                out += compare(_path(path, m), old[n], new[m], left)
         elif tag != 'equal':
             for n in range(a1, a2):
                 out += _leaves('-', _path(path, n), old[n])
@@ -4656,7 +4679,7 @@ def _list_lines(path, old, new, compare):
     return out
 
 
-def _value_lines(path, old, new):
+def _value_lines(path, old, new, left):
     """Compare two JSON values: lines of what came, went and changed.
 
     '~path: old -> new', '+path: value', '-path: value'; below '~path:' a
@@ -4672,15 +4695,15 @@ def _value_lines(path, old, new):
                 out += (_leaves('-', where, old[key]) if key in old
                         else _leaves('+', where, new[key]))
             else:
-                out += _value_lines(where, old[key], new[key])
+                out += _value_lines(where, old[key], new[key], left)
         return out
     if is_list(old) and is_list(new):
         if all(map(_is_plain, old + new)):
             return _member_lines(path, old, new)
-        return _list_lines(path, old, new, _value_lines)
+        return _list_lines(path, old, new, left, _value_lines)
     if is_text(old) and is_text(new) and (
             max(len(old), len(new)) > LONG_LINE or '\n' in old + new):
-        return ['~%s:' % path] + _text_lines(old, new)
+        return ['~%s:' % path] + _text_lines(old, new, left)
     if _is_plain(old) and _is_plain(new):
         return ['~%s: %s -> %s' % (path, _json_word(old), _json_word(new))]
     return _leaves('-', path, old) + _leaves('+', path, new)
@@ -4696,16 +4719,16 @@ def diff_definitions(old, new):
     """
     before = json.loads(old) if old else {}
     after = json.loads(new) if new else {}
-    out = []
+    out, left = [], [MAX_STEPS]
     for field in changed_fields(old, new):
         a, b = before.get(field), after.get(field)
         if all(value is None or is_text(value) for value in (a, b)):
-            lines = _text_lines(a, b)
+            lines = _text_lines(a, b, left)
         elif a is None or b is None:
             lines = (_leaves('+', field, b) if a is None
                      else _leaves('-', field, a))
         else:
-            lines = _value_lines(field, a, b)
+            lines = _value_lines(field, a, b, left)
         out.append((field, lines))
     return out
 
@@ -4939,7 +4962,7 @@ def read_snapshot(path, data):
             where)
     why = why or safe_text(_snapshot_flaw(table))
     if why:
-        raise UsageError('snapshot %s %s' % (path, why), 'Nothing was '
+        raise UsageError('snapshot %s: %s' % (path, why), 'Nothing was '
                          'changed. Export it anew with `state export`.')
     return table
 
@@ -5148,6 +5171,20 @@ def render_fields(row):
     return '\n'.join(lines) + '\n'
 
 
+def _cut_word(word, width):
+    """Cut a word that is longer than a line, in one walk: a server may
+    send a megabyte without a blank."""
+    parts, used = [''], 0
+    for char in word:
+        size = text_width(char)
+        if used + size > width and parts[-1]:
+            parts.append('')
+            used = 0
+        parts[-1] += char
+        used += size
+    return parts
+
+
 def wrap_text(text, width):
     """Break a text at blanks into lines of so many columns."""
     lines, used = [''], 0
@@ -5157,13 +5194,11 @@ def wrap_text(text, width):
             lines[-1] = lines[-1].rstrip(' ')
             lines.append('')
             used = 0
-        while size > width:     # longer than a line, such as a URL
-            cut = next(n for n in range(len(word), 0, -1)
-                       if n == 1 or text_width(word[:n]) <= width)
-            lines[-1] = word[:cut]
-            lines.append('')
-            word = word[cut:]
-            size = text_width(word.rstrip(' '))
+        if size > width:        # longer than a line, such as a URL
+            bare = word.rstrip(' ')
+            *parts, last = _cut_word(bare, width)
+            lines[-1:] = parts + ['']
+            word = last + word[len(bare):]
         lines[-1] += word
         used += text_width(word)
     return lines
@@ -5338,6 +5373,26 @@ ca_file: certificates to trust besides the system's, '' for none. url: the
 service to ask instead of the state, '' for none. request_id: that the audit
 records of this run carry, '' for none.
 """
+
+
+class Deferral:
+    """While entered a signal only asks to stop, through world.stop.
+
+    Raised in the middle of a start it would leave a child that nobody
+    knows. On leaving, it is raised.
+    """
+
+    def __init__(self, world):
+        self.stop, self.was = world.stop, False
+
+    def __enter__(self):
+        self.was, self.stop.is_deferred = self.stop.is_deferred, True
+
+    def __exit__(self, kind, exc, trace):
+        self.stop.is_deferred = self.was
+        if exc is None and self.stop:
+            raise Interrupted(self.stop[0])
+
 
 OUR_CONFIG = 'mcp_config.json'
 NETWORK_FILE_SYSTEMS = ('nfs', 'nfs4', 'cifs', 'smb3', 'smbfs', '9p', 'afs',
@@ -6286,10 +6341,11 @@ def sqlite_version():
 
 
 def load_latest(con):
-    """Load the newest instants: of a record, and of a look; 0 for none."""
-    return con.execute('select (select ifnull(max(at), 0) from activity), '
-                       '(select ifnull(max(observed_at), 0) from server)'
-                       ).fetchone()
+    """Load two instants, 0 for none: of the last record, whatever those
+    before it say, and of the newest look."""
+    return con.execute('select ifnull((select at from activity order by seq '
+                       'desc limit 1), 0), (select ifnull(max(observed_at), '
+                       '0) from server)').fetchone()
 
 
 def find_damage(con):
@@ -7080,10 +7136,19 @@ class CommandLink(CHILD_LINK):
             if data and not self.outgoing:
                 self.send(data[:1 << 16])
                 data = data[1 << 16:]
-            self.pump(0.02)
+            self._wait(0.02)
         self._end_input()
-        self._wait_dead(end - self.world.clock())
+        while not self.is_dead() and self.world.clock() < end:
+            self._wait(0.02)
         return self._exit_code()
+
+    def _wait(self, seconds):
+        if self.world.stop:
+            raise Interrupted(self.world.stop[0])
+        if self.open_pipes:
+            self.pump(seconds)
+        else:
+            self.world.sleep(seconds)
 
 
 def feed_command(words, data, world):
@@ -7113,7 +7178,7 @@ def feed_command(words, data, world):
     text = ('has not ended after %s' % format_duration(NOTIFY_MS)
             if code is None else 'was killed by signal %d' % -code
             if code < 0 else 'exited with code %d' % code)
-    lines = link.tail.decode('utf-8', 'replace').strip().splitlines()
+    lines = redact(link.tail.decode('utf-8', 'replace')).strip().splitlines()
     return ': '.join([text] + lines[-1:])
 
 
@@ -7937,15 +8002,19 @@ def secrets_of(server, plain, environ):
     Those of env, headers and URL, but for what chooses code, and of
     variables elsewhere that are no paths. plain: the server expanded.
     """
-    texts = list(plain.env.values()) + list(plain.headers.values())
-    words = {text.split(' ')[-1] for text in texts if text}
+    texts = list(plain.env.items()) + list(plain.headers.items())
+    words = {text.split(' ')[-1] for _, text in texts if text}
+    named = {text.split(' ')[-1] for name, text in texts if text
+             and re.match('(?i)%s\\Z' % SECRET_NAME, name)
+             and re.search('/[A-Za-z0-9+/=]{19,}\\Z', text)}
     words.update(url_secrets(plain.url))
     words -= set(launch_value(plain)['env'].values())
     for text in texts_of(server).values():
         for name in re.findall(r'(?:\$|\{)(?:\{?env:|\{)? ?(%s)' % NAME,
                                text):
             words.add(environ.get(name, ''))
-    return [word for word in words if len(word) >= 4 and word[0] != '/']
+    return [word for word in words if len(word) >= 4 and (
+        word[0] != '/' or word in named)]       # base64 may begin so
 
 
 def _observation(listing, talk, secrets):
@@ -8854,6 +8923,18 @@ def what_to_do(case, reason, probe):
                     + _command(case, words)]
 
 
+def _mask_step(case, step):
+    """Mask a step, but for the command of ours that it ends with.
+
+    A value of the server's env may be any word: masked, the command would
+    not run as it is printed.
+    """
+    ours = [_command(case, words) for words in sorted(
+        {'servers show', 'health --probe'}.union(STEPS.values()))]
+    end = next((command for command in ours if step.endswith(command)), '')
+    return mask_values(step[:len(step) - len(end)], case.secrets) + end
+
+
 def health_row(case, probe, now):
     """Give one server as `health` reports it, in the keys' order."""
     state, reason = health_state(case.sight, probe,
@@ -8868,7 +8949,7 @@ def health_row(case, probe, now):
             'credential_source': case.credential.source,
             'probe': {key: probe[key] for key in ('status', 'ms',
                                                   'skipped')},
-            'what_to_do': [clean(step) for step in what_to_do(
+            'what_to_do': [_mask_step(case, step) for step in what_to_do(
                 case, reason, probe)]}
 
 
@@ -8926,7 +9007,8 @@ def _send(settings, value, world, deadline):
             raise UpstreamError('protocol', 'the answer was cut short')
     finally:
         reply.close()
-    plain = {name: mask_values(text, [value])       # it may be sent back
+    held = [value] + url_secrets(settings['url'])   # it may send them back
+    plain = {name: mask_values(text, held)
              for name, text in reply.headers.items()}
     return (reply.status,) + read_answer(
         reply.status, plain, head) + (quota_of(plain),)
@@ -8944,7 +9026,7 @@ def send_probe(settings, value, world):
             settings, value, world, start + PROBE_TOTAL_MS / 1000)
     except UpstreamError as exc:
         status, reason, quota = None, exc.cause, []
-        detail = redact(str(exc), [value])
+        detail = redact(str(exc), [value] + url_secrets(settings['url']))
         if exc.cause == 'timeout':
             detail += ' within %s' % format_duration(
                 int((world.clock() - start) * 1000))
@@ -9013,7 +9095,8 @@ def load_checkup(con, config, name, world, is_live):
     credential = find_credential(server, plain, settings, world)
     since = None if is_live or link is None or not link.state else (
         now - link.observed_at)
-    secrets = secrets_of(server, plain, world.env) + [credential.value]
+    secrets = (secrets_of(server, plain, world.env) + [credential.value]
+               + url_secrets(settings['url']))
     return Checkup(
         server, settings, sight_of(known, names, has_credential(plain),
                                    limit, now), credential, since, link,
@@ -9104,12 +9187,21 @@ def read_lock(path):
     return parse_lock(path, read_lock_bytes(path))
 
 
+def _is_lock_there(path):
+    """Tell whether a lockfile is there; raises LockError for a pipe or a
+    device, which may keep whoever reads it waiting for ever."""
+    is_there = os.path.exists(path)
+    if is_there and not os.path.isfile(path) and not os.path.isdir(path):
+        raise LockError(path, 'is not a regular file')
+    return is_there
+
+
 def _with_lockfile(world, config, may_lack):
     """Read the lockfile that holds a config's approvals, if one does."""
     if config.settings['approvals'] != 'lockfile':
         return config
     path = config.settings['lockfile']
-    if os.path.exists(path):
+    if _is_lock_there(path):
         return config._replace(lock=read_lock(path))
     if not may_lack:
         raise LockError(path, 'is not there', 'Write it: ' + command_line(
@@ -9642,18 +9734,12 @@ def run_sync(world, config, servers, limit, progress):
     """
     def watch(con, name):
         return watch_contracts(con, world, config, name)
-    is_deferred, world.stop.is_deferred = world.stop.is_deferred, True
-    try:
-        with Store(world.home, world) as store:
-            rows = Round(store, config, limit, progress, watch).run(servers)
-            _watch_removed(store, config, watch)
-            keep = config.settings['activity_retention']
-            if keep:            # 0 keeps them for ever
-                prune_records(store, world.now() - keep, 'operator')
-    finally:
-        world.stop.is_deferred = is_deferred
-    if world.stop:              # it came when all the looks were done
-        raise Interrupted(world.stop[0])
+    with Deferral(world), Store(world.home, world) as store:
+        rows = Round(store, config, limit, progress, watch).run(servers)
+        _watch_removed(store, config, watch)
+        keep = config.settings['activity_retention']
+        if keep:                # 0 keeps them for ever
+            prune_records(store, world.now() - keep, 'operator')
     return rows
 
 
@@ -9826,7 +9912,7 @@ def notify(world, config, words):
     reason, detail}], "at"}. What it fails to take is told, and offered to
     the next sync that has a --notify.
     """
-    with Store(world.home, world) as store:
+    with Deferral(world), Store(world.home, world) as store:
         events, before = _claim_news(store, config)
         if not events:
             return
@@ -10173,9 +10259,10 @@ def _write_approvals(con, world, config, tokens):
             digest = launch_digest(server)
             save_approvals(con, server.name, digest, [tool],
                            ('approve', now))
-            if not load_launches(con, server.name):
-                # Seen by another host: else the first look of this one
-                # would be a baseline, and undo the choice.
+            if not (config.settings['quarantine_new_servers']
+                    or load_launches(con, server.name)):
+                # Only an import lists tools under a launch that is not
+                # known. A choice makes it so, where a new one may run.
                 save_launch(con, server.name, Launch(
                     digest, launch_text(server), 'approve', now, True))
         rows.append({'id': name, 'result': 'unchanged' if is_same
@@ -10254,7 +10341,7 @@ what was left out, and why."""
 
 def _lock_job(path, options):
     """Read the lockfile that is to be rewritten, if it is there."""
-    if not os.path.exists(path):
+    if not _is_lock_there(path):
         return LockJob(path, Lock(path, {}, {}), None, options)
     data = read_lock_bytes(path)    # of one instant
     return LockJob(path, parse_lock(path, data), data, options)
@@ -10275,7 +10362,7 @@ def _replace_lock(world, store, job, lock, write):
 
     def record():
         with store.write() as con:
-            there = os.path.exists(job.path)
+            there = _is_lock_there(job.path)
             if job.data != (read_lock_bytes(job.path) if there else None):
                 raise UsageError('the lockfile %s changed meanwhile; nothing '
                                  'was written' % job.path)
@@ -11535,8 +11622,10 @@ class Import:
             switch = Switch(**_instants(raw))
             is_tight = switch.value is (key == 'quarantined')
             is_older = key in mine and mine[key].at >= switch.at
+            may_loosen = (self.is_approving and is_same
+                          and switch.at <= self.now + FUTURE_MS)
             if is_older or switch.over != getattr(server, key) or not (
-                    is_tight or self.is_approving and is_same):
+                    is_tight or may_loosen):
                 continue
             save_switch(self.con, server.name, server.file, key, switch)
             word = SWITCH_WORDS[key, switch.value]
@@ -11577,14 +11666,19 @@ class Import:
                 launch['baselined'] or bool(given['approved'])))
             self._record('server', 'launch approved', server=name)
         mine, taken = load_approved(con, name, digest), []
-        for row in map(_instants, given['approved']):
+        rows = [_instants(row) for row in given['approved']]
+        late = sum(row['at'] > self.now + FUTURE_MS for row in rows)
+        for row in rows:        # a wrong clock must not outdo a later choice
             tool = row['name']
-            if tool not in mine or mine[tool].at < row['at']:
+            if row['at'] <= self.now + FUTURE_MS and (
+                    tool not in mine or mine[tool].at < row['at']):
                 taken.append(tool)
                 save_approvals(con, name, digest, [Definition(
                     tool, row['hash'], '', row['hints'], '')],
                     ('imported', row['at']))
-        return self._record_tools('import', name, taken), ''
+        return self._record_tools('import', name, taken), late and (
+            '%s from the future left out: a clock is wrong' % plural(
+                late, 'approval')) or ''
 
 
 def _tell_stale(world, rows):
@@ -11613,10 +11707,13 @@ def cmd_state_import(world, options):
     path, config = options.ids[0], load_config(world)
     try:
         with open(path, 'rb') as file:
-            data = file.read()
+            data = file.read(MAX_SNAPSHOT_BYTES + 1)
     except OSError as exc:
         raise UsageError('cannot read the snapshot %s: %s' % (
             path, os_reason(exc))) from exc
+    if len(data) > MAX_SNAPSHOT_BYTES:
+        raise UsageError('snapshot %s is larger than %d bytes' % (
+            path, MAX_SNAPSHOT_BYTES))
     table = read_snapshot(path, data)
     with Store(world.home, world) as store, store.write() as con:
         carry = Import(con, world, config, table, options.approvals)
@@ -11784,7 +11881,8 @@ def _modes(home, files, shown):
     if mode & 0o077:
         yield False, '%s is open to others (mode %04o)' % (home, mode), (
             'Run: chmod 700 %s' % shown)
-    wide = [path for path in files if os.lstat(path).st_mode & 0o077]
+    wide = [path for path in files if os.path.isfile(path)
+            and os.stat(path).st_mode & 0o077]
     if wide:
         yield False, 'open to others: ' + ', '.join(wide), (
             'Run: chmod 600 ' + ' '.join(map(shell_word, wide)))
@@ -11884,8 +11982,8 @@ def _doctor_clock(world):
     if latest > now + FUTURE_MS:
         yield False, 'it is %s, and something is recorded for %s' % (
             format_time(now), format_time(latest)), (
-            'Set the clock. If it is right now, what was seen in the '
-            'future is stale until then: ' + command_line(world.how, 'sync'))
+            'Set the clock. If it is right now, look at the servers and '
+            'check again: ' + command_line(world.how, 'sync'))
     else:
         yield True, 'it is %s; nothing is recorded for later' % format_time(
             now), ''
@@ -11974,6 +12072,10 @@ def _examine(world, function):
     except OSError as exc:
         return [(False, '%s: %s' % (exc.filename or world.home,
                                     os_reason(exc)), 'See who may read it.')]
+    except (ArithmeticError, LookupError, TypeError, ValueError) as exc:
+        return [(False, 'what is stored makes no sense: %s: %s' % (
+            type(exc).__name__, exc), 'Find out who wrote to %s.'
+            % shell_word(world.home))]
 
 
 def cmd_doctor(world, options):

@@ -675,6 +675,12 @@ class Test05Reveal(unittest.TestCase):
         notes = pf.odd_notes(''.join(map(chr, range(0xe000, 0xe040))))
         self.assertEqual((len(notes), notes[-1]), (13, 'and 52 more'))
 
+    def test_notes_are_made_once(self):
+        with mock.patch.object(pf, 'reveal', mock.Mock(
+                return_value='x')) as made:
+            pf.odd_notes('\u200b\x1b' * 1000)
+        self.assertEqual(made.call_count, 2)
+
     def test_a_long_word_takes_no_long_time(self):
         self.assertEqual(pf.odd_places('a' * 300000), set())
         self.assertEqual(pf.odd_places('a' * 100000 + '\u0430'), {100000})
@@ -1189,6 +1195,16 @@ class Test06Launch(unittest.TestCase):
                           headers={'X': 'zz'})
         self.assertEqual(pf.launch_text(server),
                          'http https://***@h/mcp?***')
+
+    def test_masked_environment(self):
+        """It goes into lockfiles, which are committed."""
+        names = ('npm_config_//r.org/:_authToken', 'NPM_CONFIG__PASSWORD',
+                 'npm_config__auth', 'PYTHON_TOKEN')
+        self.assertEqual(
+            pf.launch_text(a_server(env=dict.fromkeys(names, 'z "z'))),
+            'run [%s]' % ' '.join(name + '=***' for name in sorted(names)))
+        self.assertEqual(pf.launch_text(a_server(env={
+            'npm_config__auth': None})), 'run [npm_config__auth=(removed)]')
 
     def test_shown_environment(self):
         """Only what chooses code is shown, and where it runs."""
@@ -5313,6 +5329,20 @@ class Test11Lock(unittest.TestCase):
         self.assertEqual(self.diff(tool(), tool(description='Echo!')),
                          [('description', ['-Echo text', '+Echo!'])])
 
+    def test_steps_are_bounded(self):
+        """Of the whole diff, and all of both texts is shown then."""
+        words = ['x%d' % n for n in range(60)]
+        old = ' '.join(words)
+        new = ' '.join(['A'] + words[1:30] + ['B'] + words[31:59] + ['C'])
+        pair = ('title', 'description')
+        for steps, end in ((10 ** 6, False), (0, True), (300, True)):
+            with self.subTest(steps=steps), mock.patch.object(
+                    pf, 'MAX_STEPS', steps):
+                found = self.diff(*({'name': 'a', **dict.fromkeys(
+                    pair, text)} for text in (old, new)))
+                self.assertEqual(tuple(field for field, _ in found), pair)
+                self.assertEqual(found[1][1] == ['-' + old, '+' + new], end)
+
     def test_lines_of_a_text(self):
         self.assertEqual(
             self.diff(tool(description='a\nb\nc'),
@@ -6110,6 +6140,18 @@ class Test12Tables(unittest.TestCase):
                 ('  aa', 5, ['  aa']), ('aa   ', 2, ['aa   '])):
             with self.subTest(text=text):
                 self.assertEqual(pf.wrap_text(text, width), lines)
+
+    def test_a_word_is_cut_in_one_walk(self):
+        """A server may send a megabyte of them; no blank at its end is
+        lost."""
+        seen, real = [], pf.text_width
+        with mock.patch.object(pf, 'text_width', lambda text: seen.append(
+                len(text)) or real(text)):
+            self.assertEqual(pf.wrap_text('a' * 1000 + '  ' + 'b' * 12, 10),
+                             ['a' * 10] * 100 + ['b' * 10, 'bb'])
+            self.assertEqual(pf.wrap_text('\u65e5' * 3 + 'a  ', 4),
+                             ['\u65e5' * 2, '\u65e5a  '])
+        self.assertLess(sum(seen), 5000)
 
     def test_a_diff_fits_in_80_columns(self):
         """And no line of foreign text begins one of ours."""
@@ -7630,6 +7672,14 @@ class Test17Links(LookCase):
         seen = self.look(entry, env={'MY_THING': 'hush-hush-1'})
         self.fails(seen, 'exited', 'last stderr: bad: ***')
         self.assertNotIn('hush', repr(seen))
+
+    def test_a_key_in_base64_is_no_path(self):
+        for value, shown in (('/w8aXyB3pQ+L0m9zRt5v', '***'), (
+                '/run/secrets/github-key', '/run/secrets/github-key')):
+            entry = dict(self.serve(die='initialize', stderr='bad: ' + value),
+                         env={'ANY_KEY': value})
+            self.fails(self.look(entry), 'exited', 'last stderr: bad: '
+                       + shown)
 
     def test_what_chooses_code_is_no_secret(self):
         entry = dict(self.serve(die='initialize', stderr='bad: --trace-x'),
@@ -12307,6 +12357,11 @@ class Test19Probe(HealthCase):
         with self.store().read() as con:
             self.assertEqual(pf.load_probe(con, 's', self.config), kept)
 
+    def test_a_word_of_the_env_does_not_break_a_command(self):
+        self.entry['env'] = {'MODE': 'servers', 'WORD': 'show'}
+        row = self.probe(web_reply(200, {}), setup='servers')
+        self.assertTrue(row['what_to_do'][-1].endswith(' servers show s'))
+
     def test_a_credential_that_is_sent_back_is_not_kept(self):
         long = 'x' * 35 + API_TOKEN
         for answer in (web_reply(429, {}, Retry_After=long), web_reply(
@@ -12318,6 +12373,9 @@ class Test19Probe(HealthCase):
                 text = json.dumps([kept['detail'], kept['quota']])
                 self.assertIn('x***', text)
                 self.assertNotIn(API_TOKEN[:5], text)
+        api = self.web(web_reply(429, {}, Retry_After='my-pass'))
+        row = self.ask(url=api.url.replace('//', '//me:my-pass@'))
+        self.assertIn('Retry-After: ***', row['evidence'])
 
     def recorded(self, **health):
         """Give the row of `s` as the service would."""
@@ -16292,6 +16350,8 @@ class Test20Notify(ContractCase):
         self.serve(tools=[tool('two')])
         for code, said in (('import sys; sys.exit("out of order")',
                             'exited with code 1: out of order'),
+                           ('import sys; sys.exit("bad key sk-live-1-abc")',
+                            'exited with code 1: bad key ***'),
                            ('import time; time.sleep(60)',
                             'has not ended after 300ms')):
             with self.subTest(code):
@@ -16574,12 +16634,8 @@ class Test20State(CarryCase):
 
     def test_approvals_of_a_launch_that_was_not_known_make_it_known(self):
         self.one(tool())
-        path, there = self.export(), self.there()
-        with open(path, encoding='utf-8') as file:
-            table = json.load(file)
-        table['servers']['s']['launch'].update(known=False, baselined=False)
-        table['sha256'] = pf.snapshot_digest(table)
-        self.write('snapshot.json', json.dumps(table))
+        there, path = self.there(), self.altered(
+            lambda row: row['launch'].update(known=False, baselined=False))
         self.do('state', 'import', path, '--approvals', world=there)
         self.serve(tools=[tool('echo', 'Another'), tool('b')])
         self.do('sync', world=there)
@@ -16699,6 +16755,57 @@ class Test20State(CarryCase):
                                - 3600000)
         self.assertIn('a clock is wrong', self.refused(
             'state', 'import', path, world=early))
+
+    def altered(self, change):
+        """Export, change the server `s` in it, and sign it: its path."""
+        path = self.export()
+        with open(path, encoding='utf-8') as file:
+            table = json.load(file)
+        change(table['servers']['s'])
+        table['sha256'] = pf.snapshot_digest(table)
+        return self.write('snapshot.json', json.dumps(table))
+
+    def test_approvals_of_the_future_are_left_out(self):
+        self.one(tool(), tool('b'))
+        there = self.there()
+        path = self.altered(lambda row: row['approved'][0].update(
+            at='2999-01-01T00:00:00.000Z'))
+        row = self.do('state', 'import', path, '--approvals',
+                      world=there)['servers'][0]
+        self.assertEqual(row['approved'], ['s:echo'])
+        self.assertIn('1 approval from the future', row['detail'])
+        self.assertEqual(self.reasons('s:b', 's:echo', world=there),
+                         ['tool_pending_approval', 'ready'])
+
+    def test_a_switch_of_the_future_loosens_nothing(self):
+        self.one(tool(), enabled=False)
+        there = self.there()
+        self.do('servers', 'enable', 's')
+        self.do('sync')
+        path = self.altered(lambda row: row['switches']['enabled'].update(
+            at='2999-01-01T00:00:00.000Z'))
+        self.do('state', 'import', path, '--approvals', world=there)
+        self.assertEqual(self.reasons('s:echo', world=there),
+                         ['server_disabled'])
+
+    def test_a_tool_that_is_approved_does_not_approve_a_new_server(self):
+        self.one(tool(), tool('b'))
+        there = self.there(quarantine_new_servers=True)
+        self.do('state', 'import', self.export(), world=there)
+        self.do('tools', 'approve', 's:echo', '--yes', world=there)
+        self.assertEqual(self.reasons('s:echo', world=there),
+                         ['server_quarantined'])
+        self.do('servers', 'approve', 's', '--yes', world=there)
+        self.do('sync', world=there)
+        self.assertEqual(self.reasons('s:echo', 's:b', world=there),
+                         ['ready', 'tool_pending_approval'])
+
+    def test_a_snapshot_has_a_limit(self):
+        self.one(tool())
+        path = self.export()
+        with mock.patch.object(pf, 'MAX_SNAPSHOT_BYTES', 99):
+            self.assertIn('larger than 99 bytes', self.refused(
+                'state', 'import', path))
 
     def test_all_of_it_comes_or_nothing(self):
         self.configure({name: self.serve(name, tools=[tool()])
@@ -16895,10 +17002,8 @@ class Test20Doctor(CarryCase):
         at = len(whole) - 4096
         for data in (b'', b'no database', whole[:4096],
                      whole[:at] + b'\x7f' * 4096):
-            self.doCleanups()
-            os.makedirs(self.home, exist_ok=True)
-            os.chmod(self.home, 0o700)
-            self.configure({'s': self.entry})
+            for name in os.listdir(self.home):
+                os.remove(os.path.join(self.home, name))
             self.write('state/preflight.db', data)
             os.chmod(path, 0o600)
             with self.subTest(data[:20]):
@@ -16909,6 +17014,31 @@ class Test20Doctor(CarryCase):
         rows = self.rows(now=lambda: int(time.time() * 1000) - 86400000)
         self.assertFalse(rows['clock'][0])
         self.assertIn('Set the clock', rows['clock'][1])
+
+    def test_a_clock_that_was_wrong_once_is_forgotten(self):
+        self.one(tool())
+        late = self.world(now=lambda: int(time.time() * 1000) + 86400000)
+        self.do('tools', 'preflight', 's:echo', world=late)
+        self.assertFalse(self.rows()['clock'][0])
+        self.do('tools', 'preflight', 's:echo')
+        self.assertTrue(self.rows()['clock'][0])
+
+    def test_what_makes_no_sense_is_a_finding(self):
+        self.one(tool())
+        for change in ("observed_at='x'", "refused='{'"):
+            self.raw().execute('update server set ' + change)
+            rows = self.rows()
+            with self.subTest(change):
+                self.assertFalse(rows['servers'][0])
+                self.assertIn(self.home, rows['servers'][1])
+
+    @unittest.skipIf(os.name == 'nt', 'needs symbolic links')
+    def test_the_mode_of_a_link_is_no_problem(self):
+        self.one(tool())
+        path = os.path.join(self.home, 'preflight.db')
+        os.rename(path, self.path('elsewhere.db'))
+        os.symlink(self.path('elsewhere.db'), path)
+        self.assertTrue(self.rows()['state'][0])
 
     def test_an_edited_record_is_seen(self):
         self.one(tool())
