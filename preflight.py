@@ -4869,10 +4869,10 @@ SNAPSHOT_SHAPE = {
         'protocol': _or_null(_is_word), 'era': _or_null(_is_word),
         'ttl': lambda value: type(value) is int and 0 <= value <= MAX_TTL_MS,
         'refused': (is_text, is_text), 'expires_at': _or_null(_is_instant)},
-    'tools': [{'name': _is_name, 'listed': is_flag, 'hash': _or_null(
+    'tools': [{'name': _is_word, 'listed': is_flag, 'hash': _or_null(
         _is_hash), 'hints': _is_hints, 'flaw': _is_word,
         'first_seen': _is_instant, 'last_seen': _is_instant}],
-    'approved': [{'name': _is_name, 'hash': _is_hash, 'hints': _is_hints,
+    'approved': [{'name': _is_word, 'hash': _is_hash, 'hints': _is_hints,
                   'at': _is_instant}],
     'blocks': (_is_name, _is_instant),
     'switches': (lambda key: key in ('enabled', 'quarantined'), {
@@ -10694,13 +10694,15 @@ def cmd_tools_verify(world, options):
         options.lock = config.settings['lockfile']
     question = _question(world, config, options)
     warn_of(world, config, {ref.server for ref in question.refs})
-    with Store(world.home, world) as store, store.write() as con:
-        snap = open_snapshot(con, config)
-        report = judge_all(snap, question, options.request_id
-                           or new_request_id(world))
-        append_record(con, check_record(report, question.caller,
-                                        question.now))
-        return Verified(report, *_beside_lock(snap, question))
+    with Store(world.home, world) as store:
+        with store.write() as con:
+            report = judge_all(open_snapshot(con, config), question,
+                               options.request_id or new_request_id(world))
+            append_record(con, check_record(report, question.caller,
+                                            question.now))
+        with store.read() as con:   # comparing takes time: nobody waits
+            return Verified(report, *_beside_lock(open_snapshot(con, config),
+                                                  question))
 
 
 # -- tools review, block, explain ---------------------------------------------
@@ -10944,10 +10946,10 @@ def cmd_servers_show(world, options):
     return row
 
 
-def _record_server(con, world, server, action):
+def _record_server(con, world, server, action, **more):
     append_record(con, Record('server', 'cli', world.now(), '', 'operator',
-                              'success', {'action': action,
-                                          'server': server.name}))
+                              'success', dict(more, action=action,
+                                              server=server.name)))
 
 
 def _set_switch(world, options, key, value, action):
@@ -11040,7 +11042,7 @@ def cmd_servers_approve(world, options):
             switch = (Switch(False, True, world.now())
                       if server.quarantined else None)
             save_switch(con, server.name, server.file, 'quarantined', switch)
-            _record_server(con, world, server, 'approved')
+            _record_server(con, world, server, 'approved', launch=digest)
             is_locked = config.lock and server.name in config.lock.launches
             done = 0 if is_locked else _approve_launch(con, world, server,
                                                        config)
@@ -11453,7 +11455,8 @@ def _carried_server(con, config, server):
                 detail=(link.detail or '').split(LAST_WORDS)[0])
     switches = load_switches(con, name, server.file)
     return {
-        'launch': {'digest': known.launch, 'text': launch_text(server),
+        'launch': {'digest': known.launch,
+                   'text': key_text(launch_text(server)),
                    'known': launch is not None,
                    'baselined': bool(launch and launch.baselined)},
         'seen': _times(seen),
@@ -13307,6 +13310,11 @@ class Syncer:
             return self.again[1]
         if self.timer is not None:
             self.timer.cancel()
+        fault = self._fault()
+        if fault:
+            self.service.log.tell('sync: not started: ' + fault)
+            self._ended(EXIT_FAILED)
+            return request_id
         world = self.service.world
         words = ['--home', world.home]
         for path in world.configs:
@@ -13335,6 +13343,18 @@ class Syncer:
                                            args=(self.child,))
             self.thread.start()
         return request_id
+
+    def _fault(self):
+        """Say why the config cannot be used, '' when it can.
+
+        A sync by hand does without the lockfile, so that a first one can be
+        made; by one that has gone a service would hold back no launch.
+        """
+        try:
+            self.service.configs.latest()
+        except ConfigError as exc:
+            return str(exc)
+        return ''
 
     def _follow(self, child):
         """Pass on what a sync says, and its end; runs in a thread."""
@@ -14815,6 +14835,9 @@ def _add_globals(parser):
         parser.add_argument(*names, **more)
 
 
+ONCE = '--lock', '--file', '--profile'  # what is checked by, or written
+
+
 def parse_argv(argv):
     """Read the command line: (verb, options); verb is () for the overview.
 
@@ -14843,6 +14866,10 @@ def parse_argv(argv):
         seen.usage = leaf.format_help()
         return verb, seen
     words = [_decode(word) for word in rest[len(verb):]]
+    for name in ONCE:           # the last would win, unsaid
+        if sum(word.split('=')[0] == name for word in words) > 1:
+            raise UsageError('%s is given twice' % name, 'See: %s --help'
+                             % leaf.prog)
     seen, ids = leaf.parse_known_args(words, seen)
     for word in ids:
         if word[:1] == '-' and word != '-':

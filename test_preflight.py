@@ -5706,6 +5706,7 @@ class Test11Lockfile(unittest.TestCase):
         for more, why in (
                 ({'lockfileVersion': 2}, 'has lockfileVersion 2, this'),
                 ({'lockfileVersion': '1'}, 'has lockfileVersion "1"'),
+                ({'lockfileVersion': True}, 'has lockfileVersion true'),
                 ({'lockfileVersion': None}, 'has lockfileVersion null'),
                 ({'servers': None}, 'servers must be an object'),
                 ({'servers': []}, 'servers must be an object'),
@@ -5831,7 +5832,7 @@ class Test11Snapshot(unittest.TestCase):
                 with self.assertRaises(pf.UsageError) as caught:
                     self.read(table)
                 self.assertTrue(str(caught.exception).startswith(
-                    'snapshot F '))
+                    'snapshot F: '))
                 self.assertIn('Nothing was changed', caught.exception.hint)
 
     def test_a_tool_stands_in_it_once(self):
@@ -7254,9 +7255,12 @@ class Test15Upgrade(WorldCase):
 
     def test_who_may_not_write_is_told_who_upgrades_it(self):
         os.chmod(self.dir, 0o755)
-        os.chmod(self.home, 0o755)
-        os.chmod(os.path.join(self.home, 'preflight.db'), 0o644)
+        for name in os.listdir(self.home):
+            os.chmod(os.path.join(self.home, name), 0o444)
+        os.chmod(self.home, 0o555)
+        self.addCleanup(os.chmod, self.home, 0o700)
         said = self.as_other(lambda: self.do('tools', 'list'))
+        os.chmod(self.home, 0o700)
         self.assertIn('permission denied', said)
         self.assertIn('An earlier version made it', said)
         self.assertEqual(self.meta('schema'), (1,))
@@ -14439,6 +14443,14 @@ class Test20LockMode(LockCase):
             self.assertIn('lockfile %s: is not JSON' % self.file,
                           self.refused(*words))
 
+    @unittest.skipUnless(hasattr(os, 'mkfifo'), 'needs FIFOs')
+    def test_a_pipe_in_its_place_is_not_waited_for(self):
+        os.mkfifo(self.file)
+        for words in (('tools', 'preflight', 's:echo'), ('sync',),
+                      ('tools', 'lock', '--all', '--yes')):
+            self.assertIn('%s: is not a regular file' % self.file,
+                          self.refused(*words))
+
     def test_what_is_not_in_it_is_pending(self):
         self.locked()
         self.assertEqual(self.gate(), ['ready', 'tool_pending_approval'])
@@ -14530,7 +14542,8 @@ class Test20LockMode(LockCase):
         self.assertEqual(self.held().launches['s'][0], digest)
         self.assertEqual(self.held().tools, before.tools)
         self.assertEqual((self.records()[0]['server'], self.records(
-            'server')[0]['server']), ('s', 's'))
+            'server')[0]), ('s', {'action': 'approved', 'server': 's',
+                                  'launch': digest}))
         self.assertEqual(self.count('launch'), 0)
         self.do('sync')
         self.assertEqual(self.gate(), ['ready', 'tool_pending_approval'])
@@ -15195,6 +15208,9 @@ USAGE = (
     ('--bogus tools list', 'unknown option --bogus'),
     ('--wait 5s tools preflight s:x', 'options stand after it'),
     ('tools preflight', 'no tool id was given'),
+    ('tools preflight --lock a --lock=b s:x', '--lock is given twice'),
+    ('tools verify --profile p --profile p', '--profile is given twice'),
+    ('tools lock --all --file a --file b', '--file is given twice'),
     ('tools preflight --wai 5s s:x', 'unknown option --wai'),
     ('tools preflight --profil p s:x', 'unknown option --profil'),
     ('tools preflight --outpu json s:x', 'unknown option --outpu'),
@@ -16559,6 +16575,19 @@ class Test20State(CarryCase):
         self.assertEqual([row[2] or 'ready' for row in found[0]],
                          self.REASONS)
         self.assertTrue(self.do('activity', 'verify', world=there)['ok'])
+
+    def test_odd_names_are_carried_too(self):
+        names = [' ', 'a:b', 'a\nb', '\u202e', 'x' * 5000]
+        entry = self.serve(tools=[tool(name) for name in names + [
+            '', 'a\0', '\ud800']])        # these are skipped by a sync
+        self.configure({'s': entry, 'odd': dict(entry, args=['\ud800'])})
+        self.do('sync')
+        there = self.there()
+        self.assertEqual(
+            [(row['result'], row['tools']) for row in self.do(
+                'state', 'import', self.export(), '--approvals',
+                world=there)['servers']],
+            [('imported', 0), ('imported', len(names))])
 
     def test_a_second_import_finds_nothing_to_do(self):
         self.full()
@@ -17925,15 +17954,25 @@ class Test22ServeFraming(ServeCase):
         self.assertEqual(held[-1].send(self.request('GET', '/healthz'))
                          .reply().status, 200)
 
+    def is_held(self, wire):
+        """Tell whether the service has its end of a connection open."""
+        ends = ':%04X' % self.port, ':%04X' % wire.sock.getsockname()[1]
+        with open('/proc/net/tcp', encoding='ascii') as file:
+            rows = [line.split()[1:4] for line in file]
+        return any(row[0].endswith(ends[0]) and row[1].endswith(ends[1])
+                   and row[2] == '01' for row in rows)
+
+    @unittest.skipUnless(os.path.exists('/proc/net/tcp'), 'needs /proc')
     def test_who_does_not_read_is_ended_and_harms_nobody(self):
         wire, count = self.wire(), 0
+        self.wait_for(lambda: self.is_held(wire))
         wire.sock.settimeout(0.2)
         with contextlib.suppress(socket.timeout, ConnectionError):
             for _ in range(50):
                 wire.send(self.request('GET', '/api/v1/openapi.json') * 100)
                 count += 100
         self.assertEqual(self.get('/healthz').status, 200)
-        time.sleep(1)
+        self.wait_for(lambda: not self.is_held(wire))
         wire.sock.settimeout(20)
         replies = 0
         with contextlib.suppress(ConnectionError):
@@ -19156,6 +19195,29 @@ class Test22ServeLock(ServeCase):
         self.assertEqual(len(self.records(type='preflight')), before)
         self.write('preflight.lock', held)
         self.assertEqual(self.reasons(), pending)
+
+    def test_without_the_file_it_starts_nothing(self):
+        """Or a pull request that takes it away has its command run."""
+        held = self.read('preflight.lock')
+        self.addCleanup(self.write, 'preflight.lock', held)
+        self.addCleanup(self.configure, {'s': self.entry},
+                        approvals='lockfile')
+        self.start_serve('--listen', '127.0.0.1:0', '--sync-interval',
+                         '50ms')
+        os.unlink(self.path('preflight.lock'))
+        self.wait_for(lambda: 'sync: not started: lockfile '
+                      in self.server.log())
+        self.configure({'s': self.serve('t', starts=self.path('starts'))},
+                       approvals='lockfile')
+        before = self.server.log().count('not started')
+        self.wait_for(lambda: self.server.log().count(
+            'not started') > before + 1)
+        self.assertFalse(os.path.exists(self.path('starts')))
+        self.write('preflight.lock', held)
+        self.wait_for(lambda: self.ask_ids('s:echo').tools[0].get('reason')
+                      == 'server_quarantined')
+        self.assertEqual(self.server.stop(), 143)
+        self.assertFalse(os.path.exists(self.path('starts')))
 
     def test_the_config_names_another_file(self):
         top = {'approvals': 'lockfile', 'lockfile': 'other.lock'}
