@@ -1049,9 +1049,20 @@ def review_token(digest, hints):
     return sha256(canonical([HASH_VERSION, digest, hints]))
 
 
-# npm reads its variables in any case.
-CODE_ENV = (r'(?:PATH|LD_.*|DYLD_.*|NODE_OPTIONS|NODE_PATH|PYTHON.*|RUBYOPT'
-            r'|PERL5OPT|BASH_ENV|(?i:npm_config_).*)\Z')
+# Variables that choose what code is started, by the program that asks them:
+# the loader, a shell, an interpreter, or what fetches a package. HOME does
+# (user site, .npmrc). npm reads its own in any case.
+CODE_ENV = r'''(?x)(?: PATH | HOME | LD_.* | DYLD_.* | GCONV_PATH
+    | OPENSSL_CONF | XDG_(?:CONFIG|DATA)_(?:HOME|DIRS)
+    | ENV | BASH_ENV | BASH_FUNC_.* | SHELLOPTS | PS4
+    | PYTHON.* | PIP_.* | PIPX_.* | UV_.* | VIRTUAL_ENV | PYENV_.*
+    | NODE_OPTIONS | NODE_PATH | (?i:npm_config_).* | COREPACK_.* | NVM_DIR
+    | VOLTA_HOME | BUN_.* | DENO_.* | ASDF_.*
+    | RUBYOPT | RUBYLIB | GEM_HOME | GEM_PATH | PERL5OPT | PERL5LIB | PERL5DB
+    | JAVA_TOOL_OPTIONS | JDK_JAVA_OPTIONS | _JAVA_OPTIONS | CLASSPATH
+    | DOTNET_STARTUP_HOOKS | CARGO_HOME | GOFLAGS | GOPROXY
+    | GIT_SSH.* | GIT_CONFIG.* | GIT_EXEC_PATH
+    | DOCKER_HOST | DOCKER_CONTEXT | DOCKER_CONFIG )\Z'''
 
 
 def is_code_env(name):
@@ -1505,7 +1516,9 @@ def is_variable(value):
 def is_auth(value):
     """Claim that a value says how a probe sends its credential."""
     return is_text(value) and bool(re.match(
-        r"(?:bearer|header:[!#$%&'*+.^_`|~A-Za-z0-9-]+)\Z", value))
+        r"(?:bearer|header:(?!(?i:host|connection|content-length|"
+        r"transfer-encoding|expect)\Z)[!#$%&'*+.^_`|~A-Za-z0-9-]+)\Z",
+        value))
 
 
 def is_body(value):
@@ -5666,6 +5679,12 @@ create table contract(name text primary key, at integer not null,
 )
 
 
+ASIDE = ('Restore a backup of it. If there is none: move it aside, with what '
+         'stands beside it (-wal, -shm). All approvals, blocks and records '
+         'go with it, and the next sync trusts what it finds: check by a '
+         'lockfile or pins then.')
+
+
 def store_error(exc, path):
     """Translate an sqlite3 error into one sentence."""
     text = str(exc)
@@ -5674,7 +5693,7 @@ def store_error(exc, path):
     if re.search('malformed|not a database|no such (table|column)', text):
         return StoreError(
             'the state database %s is damaged: %s' % (path, text),
-            'Move it aside; the next run starts a new one.')
+            ASIDE)
     if 'readonly' in text or 'unable to open' in text:
         return StoreError('the state database %s cannot be written: %s'
                           % (path, text))
@@ -5790,6 +5809,10 @@ class Store:
 
     def __init__(self, home, world, busy_ms=None):
         make_home(home)
+        if os.name != 'nt' and os.stat(home).st_mode & 0o1002 == 2:
+            world.tell('warning: everybody may write to the state directory '
+                       '%s, so its approvals are anybody\'s: chmod 700 %s'
+                       % (home, shell_word(home)))
         self.home, self.world = home, world
         self.busy_ms = BUSY_TIMEOUT_MS if busy_ms is None else busy_ms
         self.path = os.path.join(home, 'preflight.db')
@@ -5840,7 +5863,7 @@ class Store:
             return True
         raise StoreError('the state database %s is damaged: it is empty, or '
                          'no file' % self.path,
-                         'Move it aside; the next sync starts a new one.')
+                         ASIDE)
 
     def _open(self, path):
         import sqlite3
@@ -6351,7 +6374,7 @@ def load_latest(con):
 def find_damage(con):
     """Read the whole database and say what is damaged, '' for nothing."""
     said = con.execute('pragma quick_check(1)').fetchone()[0]
-    return '' if said == 'ok' else said
+    return '' if said == 'ok' else ' '.join(said.split())
 
 
 def is_wal(path):
@@ -8848,6 +8871,16 @@ def credential_names(server):
     return names + ['its url'] * bool(url_secrets(server.url))
 
 
+def _curl_credential(settings):
+    """Write a probe's credential for curl: the variable's name alone."""
+    name, auth = settings['token_env'], settings['auth']
+    if not (name and auth):
+        return ''
+    head = ('Authorization: Bearer' if auth == 'bearer'
+            else auth.partition(':')[2] + ':')
+    return ' -H "%s $%s"' % (head, name)
+
+
 def _probe_steps(case, probe):
     """Tell what to do about an answer that is not 200."""
     settings, reason = case.settings, probe['reason']
@@ -8876,8 +8909,9 @@ def _probe_steps(case, probe):
                                              case.server.file))
         if settings['status_page']:
             steps.append('Look at ' + settings['status_page'])
-        steps.append('Try it by hand: curl -sS -i -m 8 -X %s %s' % (
-            settings['method'], shell_word(plain_url(settings['url']))))
+        steps.append('Try it by hand: curl -sS -i -m 8 -X %s%s %s' % (
+            settings['method'], _curl_credential(settings),
+            shell_word(plain_url(settings['url']))))
     return steps
 
 
@@ -9987,7 +10021,7 @@ def cmd_health(world, options):
     an audit record. What the gate reads of a probe is nothing.
     """
     limit = parse_limit(options.timeout)
-    config = load_config(world, not options.cached)
+    config = load_config(world)
     servers, unknown = chosen_servers(world, config, options.ids)
     if servers and not options.cached:
         _look_twice(world, config, servers, limit, options.progress)
@@ -10287,7 +10321,8 @@ def refuse_lock_mode(config, how, ids=()):
     if config.lock:
         raise UsageError('approvals are kept in the lockfile %s: `tools lock` '
                          'approves' % config.lock.path, 'Run: '
-                         + command_line(how, 'tools lock', *ids))
+                         + command_line(how, 'tools lock' if ids else
+                                        'tools lock --all', *ids))
 
 
 def review_text(diff, question):
@@ -10460,6 +10495,17 @@ def _tool_to_lock(snap, how, job, text):
     return tool
 
 
+def _unseen_drift(tool, lock):
+    """Set a tool beside the locked one, where another was approved by a
+    first look only: a host that starts empty has shown it to nobody."""
+    held = locked_approval(lock, tool.server, tool.name)
+    if (held is None or tool.approved is None
+            or tool.approved.how != 'baseline'):
+        return None
+    beside = tool._replace(approved=held, differs=(), ignored=())
+    return None if tool_status(beside)[0] == APPROVED else beside
+
+
 def _plan_lock(con, config, how, job):
     """Plan what a run of `tools lock` would write: a LockPlan."""
     snap, old, is_whole = open_snapshot(con, config), job.old, job.options.all
@@ -10490,6 +10536,12 @@ def _plan_lock(con, config, how, job):
         if tool_status(tool)[0] != APPROVED or tool.ignored:
             plan.diffs[text] = _diff(con, known.server, tool, how,
                                      _own_lock(config))
+            continue
+        beside = _unseen_drift(tool, old)
+        if beside:
+            plan.diffs[text] = dict(
+                _diff(con, known.server, beside, how, old),
+                review='tools verify --lock=' + shell_word(job.path))
     return plan
 
 
@@ -10534,8 +10586,8 @@ def _settle_lock(world, plan, options):
     for name in todo:
         diff = plan.diffs[name]
         world.tell('%s is %s: %s. Review it: %s' % (
-            json.dumps(name), diff['status'], diff['why'],
-            command_line(world.how, 'tools diff', name)))
+            json.dumps(name), diff['status'], diff['why'] or diff['note'],
+            command_line(world.how, diff.get('review', 'tools diff'), name)))
     if todo:
         raise UsageError('nothing was written: %s awaiting approval' % plural(
             len(todo), 'tool'), 'Review each, then lock it with --expect '
@@ -11889,7 +11941,12 @@ def _modes(home, files, shown):
     if wide:
         yield False, 'open to others: ' + ', '.join(wide), (
             'Run: chmod 600 ' + ' '.join(map(shell_word, wide)))
+    shut = [path for path in files if os.path.isfile(path)
+            and not os.access(path, os.R_OK | os.W_OK)]
     mine = os.geteuid()
+    if shut and all(os.stat(path).st_uid == mine for path in shut):
+        yield False, 'may not be written: ' + ', '.join(shut), (
+            'Run: chmod 600 ' + ' '.join(map(shell_word, shut)))
     other = [path for path in [home] + files
              if os.lstat(path).st_uid != mine]
     if other:
@@ -11908,12 +11965,15 @@ def _doctor_home(world):
                                ' is no directory'), (
             '' if is_free else 'Pass --home DIR.')
         return
+    if not os.access(home, os.R_OK | os.W_OK | os.X_OK):
+        is_mine = os.name != 'nt' and os.stat(home).st_uid == os.geteuid()
+        yield False, '%s may not be read and written' % home, (
+            'Run: chmod 700 %s' % shown if is_mine else
+            'Run as its owner, or pass --home DIR.')
+        return
     files = [os.path.join(home, name) for name in sorted(os.listdir(home))
              if re.match(r'preflight\.db|store\.lock\Z|api_key\Z', name)]
     found = list(_modes(home, files, shown)) if os.name != 'nt' else []
-    if not os.access(home, os.W_OK | os.X_OK):
-        found.append((False, '%s may not be written' % home,
-                      'Run as its owner, or pass --home DIR.'))
     yield from found or [(True, home, '')]
 
 
@@ -11973,8 +12033,7 @@ def _doctor_database(world):
         damage = find_damage(con)
     yield not damage, 'schema %d%s' % (SCHEMA_VERSION, damage and (
         '; damaged: ' + damage)), (
-        'Move %s aside; the next sync starts a new one.' % shell_word(
-            store.path) if damage else '')
+        ASIDE if damage else '')
 
 
 def _doctor_clock(world):
@@ -12158,9 +12217,11 @@ def call_remote(world, method, path, body=None, more=()):
     is_good = is_table(answer) and answer.get('success') is True
     if why or not is_good or not 200 <= status < 300:
         said = answer.get('error') if is_table(answer) else None
+        hint = ('Set PREFLIGHT_API_KEY to its key, or to a token of it.'
+                if status == 401 else '')
         raise PreflightError('%s answered HTTP %d: %s' % (
             plain_url(world.url), status,
-            said if is_text(said) else why or 'no error text'))
+            said if is_text(said) else why or 'no error text'), hint)
     return answer.get('data'), request_id
 
 
@@ -14484,6 +14545,9 @@ def _render_sync(found, is_terminal):
 
 
 def _render_tools(rows, is_terminal):
+    if is_terminal:             # `tools show` has the whole hash
+        rows = [dict(row, hash=row['hash'] and row['hash'][:22] + '...')
+                for row in rows]
     columns = ('id', 'listed', 'status', 'blocked', 'denied', 'hash',
                'last_seen')
     if any(row.get('ignored') for row in rows):

@@ -1122,10 +1122,15 @@ class Test06Launch(unittest.TestCase):
         {'env': {'PYTHONPATH': 'x'}}, {'env': {'PYTHONSTARTUP': 'x'}},
         {'env': {'RUBYOPT': 'x'}}, {'env': {'PERL5OPT': 'x'}},
         {'env': {'BASH_ENV': 'x'}}, {'env': {'npm_config_registry': 'x'}},
-        {'env': {'NPM_CONFIG_REGISTRY': 'x'}})
+        {'env': {'NPM_CONFIG_REGISTRY': 'x'}}, {'env': {'HOME': 'x'}},
+        {'env': {'UV_INDEX_URL': 'x'}}, {'env': {'PIP_CONFIG_FILE': 'x'}},
+        {'env': {'GIT_SSH_COMMAND': 'x'}}, {'env': {'PERL5LIB': 'x'}},
+        {'env': {'JAVA_TOOL_OPTIONS': 'x'}}, {'env': {'DOCKER_HOST': 'x'}},
+        {'env': {'XDG_DATA_HOME': 'x'}}, {'env': {'BASH_FUNC_ls%%': 'x'}})
     COUNTS_NOT = (
         {'env': {'TOKEN': 'x'}}, {'env': {'MYPATH': 'x'}},
         {'env': {'NODE_ENV': 'x'}}, {'headers': {'A': 'x'}},
+        {'env': {'GIT_TOKEN': 'x'}}, {'env': {'HOMEPAGE': 'x'}},
         {'name': 'n'}, {'file': '/d/x.json'}, {'base': '/d'},
         {'enabled': False}, {'quarantined': True}, {'trust_mode': 'auto'},
         {'allow': ['t']}, {'deny': ['t']}, {'max_age': 5},
@@ -6698,7 +6703,7 @@ class Test15Store(WorldCase):
         with self.assertRaises(pf.StoreError) as caught:
             self.bump()
         self.assertIn('no such table', str(caught.exception))
-        self.assertIn('Move it aside', caught.exception.hint)
+        self.assertIn('move it aside', caught.exception.hint)
 
     def test_what_is_empty_or_no_file_is_damage_and_no_new_database(self):
         os.mkdir(self.home)
@@ -11354,6 +11359,8 @@ class Test07Health(unittest.TestCase):
         ({'auth': 'basic'}, 'auth must be "bearer" or "header:NAME"'),
         ({'auth': 'header:'}, 'auth must be'),
         ({'auth': 'header:A B'}, 'auth must be'),
+        ({'auth': 'header:Host'}, 'auth must be'),
+        ({'auth': 'header:content-length'}, 'auth must be'),
         ({'validates_credential': True}, 'validates_credential must be one'),
         ({'tools': 'x'}, 'tools must be an array of strings'),
         ({'tools': [1]}, 'tools must be'), ({'tool': ['x']}, 'tool must be'),
@@ -11789,6 +11796,19 @@ class Test19Steps(unittest.TestCase):
             with self.subTest(reason):
                 found = self.steps(a_sight('DEGRADED', reason))
                 self.assertRegex(found[-1], r'^(Run|Details): pf ')
+
+    def test_a_probe_by_hand_has_the_credential_by_name(self):
+        probe = a_probe(status=500, reason='http_status')
+        for auth, option in (
+                ({}, ''), ({'token_env': 'TOK'},
+                           ' -H "Authorization: Bearer $TOK"'),
+                ({'token_env': 'TOK', 'auth': 'header:X-Key'},
+                 ' -H "X-Key: $TOK"')):
+            with self.subTest(auth):
+                self.assertIn(
+                    'Try it by hand: curl -sS -i -m 8 -X GET%s https://a/me'
+                    % option, self.steps(probe=probe, health=dict(
+                        auth, url='https://a/me')))
 
     def test_commands_that_cure(self):
         for state, reason, last in (
@@ -13427,7 +13447,10 @@ class Test20Review(QuickCase):
                 self.path('preflight.lock'))
         self.configure({'s': {'command': 'x'}}, approvals='lockfile',
                        lockfile=self.path('preflight.lock'))
-        self.assertIn('tools lock', self.refused('tools', 'review'))
+        self.assertIn('Run: preflight tools lock --all', self.refused(
+            'tools', 'review'))
+        self.assertIn('Run: preflight tools lock --all', self.refused(
+            'tools', 'approve', '--all', '--yes'))
 
 
 class Test20Commands(CliCase):
@@ -13717,8 +13740,11 @@ class Test20Servers(CliCase):
                              ('approve', 'approved')):
             self.cli('servers', verb, 's')
             row = self.records('--type', 'server')[0]
-            self.assertEqual(row['metadata'], {'action': action,
-                                               'server': 's'})
+            launch = pf.launch_digest(pf.known_server(
+                pf.load_config(self.world()), 's'))
+            self.assertEqual(row['metadata'], dict(
+                {'action': action, 'server': 's'},
+                **({'launch': launch} if verb == 'approve' else {})))
 
     def test_names_that_are_not_configured(self):
         self.one_server(tool())
@@ -14080,6 +14106,30 @@ class Test20Lock(LockCase):
                                    's:echo'))
         self.assertEqual(self.records(), [])
 
+    def test_what_only_a_first_look_approved_is_shown(self):
+        """A host that starts empty trusts what it finds; the lockfile that
+        is there does not."""
+        self.sees(tool(annotations=SAFE), tool('b'))
+        self.lock('--all', '--full')
+        for new in tool(description='New', annotations=SAFE), tool():
+            self.home = self.path('host' + new['description'])
+            self.sees(new, tool('b'))
+            self.assertEqual([row['status'] for row in self.do(
+                'tools', 'list')], ['approved'] * 2)
+            for words in (), ('--all',), ('s:echo',):
+                text = self.no_lock(*words)
+                self.assertIn('"s:echo" is changed: ', text)
+            line = text.split('Review it: ')[1].split(' nothing')[0]
+            drift = self.do(*shlex.split(line)[1:]).drift
+            self.assertEqual([row['id'] for row in drift], ['s:echo'])
+        self.lock('s:b')
+        self.do(*shlex.split(drift[0]['approve'])[1:])
+        self.assertEqual(self.records()[0]['tokens'],
+                         [self.token('', tool())[1:]])
+        self.assertEqual(self.gate(), {'s:b': 'ready', 's:echo': 'ready'})
+        self.assertEqual(self.lock(), {'s:b': 'unchanged',
+                                       's:echo': 'unchanged'})
+
     def test_no_secret_of_a_launch_is_written(self):
         self.sees(tool())
         self.entry.update(
@@ -14411,7 +14461,8 @@ class Test20LockMode(LockCase):
 
     def test_without_the_file_no_check_and_the_first_lock(self):
         for words in (('tools', 'preflight', 's:echo'),
-                      ('tools', 'explain', 's:echo'), ('tools', 'verify')):
+                      ('tools', 'explain', 's:echo'), ('tools', 'verify'),
+                      ('health',), ('health', '--cached')):
             text = self.refused(*words)
             self.assertIn('lockfile %s: is not there' % self.file, text)
             self.assertIn('preflight tools lock', text)
@@ -15555,6 +15606,16 @@ class Test23Cli(CliCase):
             for verb in pf.COMMANDS:
                 self.assertIn('  ' + ' '.join(verb), done.out)
             self.assertLess(max(map(len, done.out.split('\n'))), 80)
+
+    def test_a_terminal_is_shown_the_start_of_a_hash(self):
+        row = dict.fromkeys(('id', 'listed', 'status', 'blocked', 'denied',
+                             'last_seen'), 'x')
+        render = pf.COMMANDS['tools', 'list'].render
+        for digest, shown in (('sha256/v1:' + H1, 'sha256/v1:%s...'
+                               % H1[:12]), (None, '-')):
+            rows = [dict(row, hash=digest)]
+            self.assertIn('  %s  ' % shown, render(rows, True))
+            self.assertIn('  %s  ' % (digest or '-'), render(rows, False))
 
     def test_help_of_a_group_lists_its_commands_alone(self):
         groups = {verb[0] for verb in pf.COMMANDS if len(verb) > 1}
@@ -17008,6 +17069,36 @@ class Test20Doctor(CarryCase):
         check, words = self.bad()
         self.assertEqual(check, 'state')
         self.assertIn('user %d owns' % OTHER_UID, words)
+
+    def test_what_this_user_may_not_write_is_named(self):
+        self.one(tool())
+        path = os.path.join(self.home, 'preflight.db')
+        os.chmod(self.dir, 0o755)
+        if os.geteuid() == 0:
+            for name in [path, self.home] + [
+                    os.path.join(self.home, name)
+                    for name in os.listdir(self.home)]:
+                os.chown(name, OTHER_UID, -1)
+        for place, mode, cure in ((path, 0o400, 'chmod 600 ' + path),
+                                  (self.home, 0o500,
+                                   'chmod 700 ' + self.home)):
+            os.chmod(place, mode)
+            found = self.as_other(lambda: self.do('doctor')['checks'])
+            os.chmod(place, 0o700)
+            with self.subTest(cure):
+                row = {row['check']: row for row in found}['state']
+                self.assertEqual((row['ok'], row['remedy']),
+                                 (False, 'Run: ' + cure))
+
+    def test_a_state_that_everybody_may_write_is_told(self):
+        self.one(tool())
+        for mode, is_told in ((0o777, True), (0o770, False),
+                              (0o1777, False)):
+            os.chmod(self.home, mode)
+            self.do('tools', 'list')
+            with self.subTest(mode):
+                self.assertEqual('everybody may write' in
+                                 ' '.join(self.told), is_told)
 
     def test_a_state_of_another_user_is_not_taken_for_none(self):
         self.one(tool())
