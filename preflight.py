@@ -3648,9 +3648,10 @@ def restless_fact(tool):
     if not is_restless(tool) or tool.ignored:
         return ''
     where = '; ' + ', '.join(tool.differs) if tool.differs else ''
+    rule = {tool.name: list(tool.differs or ['description'])}
     return ("This tool's text changes by itself (%d changes in %d looks%s): "
-            'fix the server, or set ignore_changes for it.' % (
-                tool.moves + (where,)))
+            'fix the server, or put "ignore_changes": %s into its entry.' % (
+                tool.moves + (where, json.dumps(rule))))
 
 
 def moves_text(tool):
@@ -3899,8 +3900,10 @@ def _review(case, path=''):
         return _run(case, words, case.ref.id)
     if path:
         words = 'tools verify --lock=' + shell_word(path)
-    return 'Review it with `%s`, then run: %s' % (words, lock_line(
-        case.question.how, tool, path))
+    how = case.question.how
+    return 'Review it: %s; then run: %s' % (command_line(
+        how, words, *([] if path else [case.ref.id])),
+        lock_line(how, tool, path))
 
 
 def _locked(case):
@@ -4805,8 +4808,13 @@ EVENT_WORDS = {
 
 
 def read_contract(name, at, body):
-    """Read a Contract as contract_text wrote it."""
-    return Contract(name, at, **json.loads(body))
+    """Read a Contract as contract_text wrote it; raises StoreError."""
+    try:
+        return Contract(name, at, **json.loads(body))
+    except (ValueError, TypeError) as exc:
+        raise StoreError('the state database is damaged: contract %s cannot '
+                         'be read' % json.dumps(name),
+                         'Restore a backup of it.') from exc
 
 
 def contract_text(contract):
@@ -9238,8 +9246,11 @@ def _with_lockfile(world, config, may_lack):
     if _is_lock_there(path):
         return config._replace(lock=read_lock(path))
     if not may_lack:
-        raise LockError(path, 'is not there', 'Write it: ' + command_line(
-            world.how, 'tools lock --all'))
+        raise LockError(
+            path, 'is not there', 'To write it, look at the servers: %s; '
+            'then, at a terminal: %s' % (
+                command_line(world.how, 'sync'),
+                command_line(world.how, 'tools lock --all')))
     world.tell('warning: the lockfile %s is not there; no tool is approved '
                'until `tools lock` writes it' % path)
     return config._replace(lock=Lock(path, {}, {}))
@@ -9777,19 +9788,23 @@ def run_sync(world, config, servers, limit, progress):
     return rows
 
 
-def tell_sync(world, rows):
-    """Tell what a sync found that somebody should know."""
+def tell_sync(world, rows, lock=None):
+    """Tell what a sync found that somebody should know.
+
+    lock: the Lock that the check behind it compares with, None for none.
+    """
     for row in rows:
         for note in row.notes:
             world.tell('warning: ' + note)
     first = [row for row in rows if row.baseline]
     if first:
-        world.tell('trusted on first use: %s, %s; nothing to compare with. '
-                   'Keep the state directory %s or commit a lockfile (tools '
-                   'lock).' % (
-                       plural(len(first), 'server'),
-                       plural(sum(row.tools for row in first), 'tool'),
-                       world.home))
+        world.tell('trusted on first use: %s, %s; %s' % (
+            plural(len(first), 'server'),
+            plural(sum(row.tools for row in first), 'tool'),
+            'this check compares them with %s, one without --lock with '
+            'nothing.' % lock.path if lock else 'nothing to compare with. '
+            'Keep the state directory %s or commit a lockfile (tools lock).'
+            % world.home))
 
 
 def _sync_first(world, config, question, progress):
@@ -9807,10 +9822,7 @@ def _sync_first(world, config, question, progress):
                 world.tell('not started: ' + fact)
             else:
                 servers.append(server)
-    rows = run_sync(world, config, servers, None, progress)
-    if lock:                    # there was something to compare with
-        rows = [row._replace(baseline=False) for row in rows]
-    tell_sync(world, rows)
+    tell_sync(world, run_sync(world, config, servers, None, progress), lock)
     return {server.name for server in servers}
 
 
@@ -10400,7 +10412,7 @@ def _replace_lock(world, store, job, lock, write):
             there = _is_lock_there(job.path)
             if job.data != (read_lock_bytes(job.path) if there else None):
                 raise UsageError('the lockfile %s changed meanwhile; nothing '
-                                 'was written' % job.path)
+                                 'was written' % job.path, 'Run it again.')
             about = dict(write(con), file=os.path.abspath(job.path))
             append_record(con, Record('lock', 'cli', world.now(), '',
                                       'operator', 'success', about))
@@ -10506,6 +10518,16 @@ def _unseen_drift(tool, lock):
     return None if tool_status(beside)[0] == APPROVED else beside
 
 
+def _check_locked_launch(snap, how, job, name):
+    """Refuse to lock another launch that only a first look trusted."""
+    known, _ = known_of(snap, name)
+    fact = lock_fact(known.server, known.launch, job.old)
+    if fact and any(row.digest == known.launch and row.how == 'baseline'
+                    for row in load_launches(snap.con, name)):
+        raise UsageError(fact, 'Run: ' + command_line(
+            how, 'servers approve --lock=' + shell_word(job.path), name))
+
+
 def _plan_lock(con, config, how, job):
     """Plan what a run of `tools lock` would write: a LockPlan."""
     snap, old, is_whole = open_snapshot(con, config), job.old, job.options.all
@@ -10520,6 +10542,7 @@ def _plan_lock(con, config, how, job):
     for text in _lock_ids(snap, how, job, plan.faults, plan.notes):
         try:
             tool = plan.tools[text] = _tool_to_lock(snap, how, job, text)
+            _check_locked_launch(snap, how, job, tool.server)
         except UsageError as exc:
             plan.faults.append(('%s %s' % (exc, exc.hint)).strip())
             continue
@@ -10545,7 +10568,7 @@ def _plan_lock(con, config, how, job):
     return plan
 
 
-def _fitting(words, tools):
+def _fitting(how, words, tools):
     """Read --expect ID=TOKEN: the ids whose tokens fit; raises UsageError."""
     names = set()
     for word in words or ():
@@ -10559,8 +10582,12 @@ def _fitting(words, tools):
                              % json.dumps(ref.id))
         now = review_token(tools[name].hash, tools[name].hints)
         if token.strip().lower() != now:
-            raise UsageError('%s is not what was reviewed: its token is now '
-                             '%s' % (json.dumps(ref.id), now))
+            raise UsageError(
+                '%s, as it was last listed here (%s), is not what was '
+                'reviewed' % (json.dumps(ref.id), format_time(
+                    tools[name].last_seen)), 'Look again: %s; then review '
+                'it: %s' % (command_line(how, 'sync', ref.server),
+                            command_line(how, 'tools diff', name)))
         names.add(name)
     return names
 
@@ -10574,7 +10601,7 @@ def _settle_lock(world, plan, options):
     if not plan.lock.tools:
         raise UsageError('nothing is left to be locked; to lock nothing, '
                          'remove the file')
-    names = _fitting(options.expect, plan.tools)
+    names = _fitting(world.how, options.expect, plan.tools)
     todo = [name for name in plan.diffs if name not in names]
     try:
         while todo and (options.yes or world.ask(
@@ -11108,8 +11135,9 @@ def cmd_servers_approve(world, options):
             with store.write() as con:
                 carried = write(con)['carried']
     world.tell('next: ' + command_line(world.how, 'sync', server.name))
-    return {'server': server.name, 'result': 'approved',
-            'carried': carried}
+    return dict({'server': server.name, 'result': 'approved',
+                 'carried': carried}, **({'lockfile': job.path}
+                                         if departs else {}))
 
 
 # -- agent tokens -------------------------------------------------------------
@@ -11542,8 +11570,11 @@ def _snapshot(world, config, servers, is_named):
                 why = 'server %s was never looked at under its launch' % (
                     json.dumps(server.name))
                 if is_named:
+                    is_held = load_known(con, config, server.name)[
+                        0].quarantined
                     raise UsageError(why, 'Run: ' + command_line(
-                        world.how, 'sync', server.name))
+                        world.how, 'servers approve' if is_held else 'sync',
+                        server.name))
                 world.tell('left out: ' + why)
                 continue
             table['servers'][server.name] = row
@@ -14669,7 +14700,7 @@ COMMANDS = {
                   'with JSON on its stdin, when a contract broke or came '
                   'back (an outage is no break); it has 30s')),
         _render_sync, exit_of_sync, '[SERVER...]',
-        'look at servers and record what is seen',
+        'look at servers, all or those named; record what is seen',
         '--notify is split into words as a shell would, but none reads it; '
         'for one, write --notify "sh -c \'...\'". The JSON is {"events": '
         '[{"contract", "server", "tool", "id", "event", "reason", '
@@ -14677,7 +14708,8 @@ COMMANDS = {
         'given before, whichever sync found it. One that fails is told on '
         'stderr, moves no exit code, and the next sync tries again. Its '
         'output is dropped, PREFLIGHT_* variables are not handed down, and '
-        'all that it started ends with it.' % ', '.join(dict.fromkeys(
+        'its process group ends with it. A kill -9 of this program while it '
+        'runs loses that delivery.' % ', '.join(dict.fromkeys(
             list(REASON_EVENTS.values()) + list(EVENT_WORDS)))),
     ('health',): Command(
         cmd_health, (
@@ -14960,8 +14992,8 @@ def _help_text(verb, options):
                 'options of a command: preflight.py %s COMMAND --help\n'
                 % (verb[0], lines, verb[0]))
     row = COMMANDS[verb]
-    text = 'usage: preflight.py %s [options] %s\n\n%s\n' % (
-        ' '.join(verb), row.takes, row.about)
+    text = '%s\n\n%s\n' % (('usage: preflight.py %s [options] %s' % (
+        ' '.join(verb), row.takes)).rstrip(), row.about)
     if row.more:
         text += '\n' + textwrap.fill(row.more, 79) + '\n'
     if row.options:
@@ -15014,8 +15046,9 @@ def _ask(question, choices=()):
     """
     if not all(stream is not None and stream.isatty()
                for stream in (sys.stdin, sys.stderr)):
-        raise UsageError('there is no terminal to ask at; review first, then '
-                         'give --expect or --yes',
+        raise UsageError('there is no terminal to ask at; '
+                         + ('run it at one' if choices else 'review first, '
+                            'then give --expect or --yes'),
                          '`tools diff ID` shows a tool and prints the line '
                          'that approves it (tools approve --expect TOKEN '
                          'ID), `servers show NAME` the launch_digest.')

@@ -2611,11 +2611,13 @@ class Test09Ignored(unittest.TestCase):
                 ({'moves': (2, 9)}, 'Changed in 2 of the last 9 looks.'),
                 ({'moves': (14, 20)},
                  "This tool's text changes by itself (14 changes in 20 "
-                 'looks): fix the server, or set ignore_changes for it.'),
+                 'looks): fix the server, or put "ignore_changes": '
+                 '{"t": ["description"]} into its entry.'),
                 ({'moves': (14, 20), 'differs': ('title', 'description')},
                  "This tool's text changes by itself (14 changes in 20 "
-                 'looks; title, description): fix the server, or set '
-                 'ignore_changes for it.'),
+                 'looks; title, description): fix the server, or put '
+                 '"ignore_changes": {"t": ["title", "description"]} into '
+                 'its entry.'),
                 ({'moves': (14, 20), 'ignored': ('title',)},
                  'Changed in 14 of the last 20 looks.')):
             with self.subTest(more):
@@ -4980,8 +4982,8 @@ class Test10Wording(unittest.TestCase):
             answer = self.answer({}, tool=moving)
             self.assertIn(
                 "This tool's text changes by itself (14 changes in 20 "
-                'looks; description): fix the server, or set '
-                'ignore_changes for it.', answer.detail)
+                'looks; description): fix the server, or put '
+                '"ignore_changes": {"t": ["description"]} into its entry.', answer.detail)
             case = a_case(moving, a_link())
             agent = pf.evaluate(case._replace(question=case.question._replace(
                 caller=pf.Caller(pf.AGENT, 'a', '', None))))[0]
@@ -5239,7 +5241,7 @@ class Test10Lock(unittest.TestCase):
                     answer.detail, 'Hints became riskier than in the '
                     'lockfile my.lock: destructiveHint false -> absent, '
                     'openWorldHint false -> absent.')
-                self.assertIn('tools verify --lock=my.lock`, then run: ',
+                self.assertIn('tools verify --lock=my.lock; then run: ',
                               answer.remediation)
                 self.assertIn(' tools lock --file=my.lock --expect=',
                               answer.remediation)
@@ -5286,9 +5288,9 @@ class Test10Lock(unittest.TestCase):
                 self.assertEqual((answer.reason, answer.detail),
                                  (reason, word))
                 self.assertEqual(
-                    answer.remediation, 'Review it with `tools diff`, then '
-                    "run: %s.py tools lock --expect='s:t=%s' s:t" % (
-                        MARK, pf.review_token(H1, SAFE)))
+                    answer.remediation, 'Review it: %s.py tools diff s:t; '
+                    "then run: %s.py tools lock --expect='s:t=%s' s:t" % (
+                        MARK, MARK, pf.review_token(H1, SAFE)))
             for settings, server in (({'quarantine_enabled': False}, {}),
                                      ({}, {'trust_mode': 'auto'})):
                 answer = judge(tool, a_link(), lock=lock, server=a_server(
@@ -9244,8 +9246,8 @@ class Test18Moves(QuickCase):
         for n in range(4):
             self.lists(tool(description='Now %d' % n), tool('calm'))
         said = ("This tool's text changes by itself (3 changes in 4 looks; "
-                'description): fix the server, or set ignore_changes for '
-                'it.')
+                'description): fix the server, or put "ignore_changes": '
+                '{"echo": ["description"]} into its entry.')
         self.assertEqual(self.gate('s:echo'), ['tool_changed'])
         self.assertIn(said, self.answers[0].detail)
         self.assertEqual((self.shown()['note'], self.diff()['note']),
@@ -13913,7 +13915,7 @@ class Test20Lock(LockCase):
                 (('s:echo', 's:ch'), ('"s:ch" is changed',
                                       'preflight tools diff s:ch')),
                 (('s:new',), ('"s:new" is pending', 'tools diff s:new')),
-                (('s:new', '--expect', 's:new=' + H1), ('its token is now',)),
+                (('s:new', '--expect', 's:new=' + H1), ('as it was last listed here',)),
                 (('s:no',), ('"s:no" is not listed now. Run: preflight tools '
                              'list s',)),
                 (('s:two', '--yes'), ('"s:two" cannot be locked: advertised '
@@ -13931,7 +13933,7 @@ class Test20Lock(LockCase):
                 (('s:echo', '--expect', 's:ch=x'), ('not locked here',)),
                 (('s:echo', '--expect', 'x'), ('is not ID=TOKEN',)),
                 (('s:echo', '--expect', ''), ('is not ID=TOKEN',)),
-                (('s:echo', '--expect', 's:echo='), ('its token is now',))):
+                (('s:echo', '--expect', 's:echo='), ('as it was last listed here',))):
             with self.subTest(words=words):
                 text = self.no_lock(*words)
                 for part in parts:
@@ -14061,6 +14063,19 @@ class Test20Lock(LockCase):
                                                's:echo': 'renewed'})
         self.assertIn('the launch of server "s" was ', self.told[0])
         self.assertIn('[cwd=/]', self.told[0])
+
+    def test_a_launch_that_only_a_first_look_trusted_is_not_locked(self):
+        self.sees(tool())
+        self.lock('s:echo')
+        before, self.home = self.bytes(), self.path('fresh')
+        self.configure({'s': dict(self.entry, cwd='/')})
+        self.do('sync')
+        text = self.no_lock('s:echo')
+        self.assertIn('launch changed: the lockfile', text)
+        cure = text.split('Run: preflight ')[1].split(' nothing was')[0]
+        self.do(*shlex.split(cure) + ['--yes'])
+        self.assertNotEqual(self.bytes(), before)
+        self.assertEqual(self.lock('s:echo'), {'s:echo': 'unchanged'})
 
     def test_no_record_no_file(self):
         self.sees(tool())
@@ -14264,8 +14279,9 @@ class Test20LockCheck(LockCase):
         self.fresh()
         self.assertEqual(self.gate('--sync'), {'s:b': 'ready',
                                                's:echo': 'ready'})
-        self.assertEqual([line for line in self.told if 'trusted' in line],
-                         [])
+        self.assertEqual([line for line in self.told if 'trusted' in line], [
+            'trusted on first use: 1 server, 3 tools; this check compares '
+            'them with %s, one without --lock with nothing.' % self.file])
         self.assertEqual(len(self.pids()), 1)
 
     def test_a_pull_request_that_changes_the_launch_does_not_run(self):
@@ -14645,8 +14661,8 @@ class Test20LockMode(LockCase):
         self.assertEqual(self.gate(), ['ready', 'tool_pending_approval'])
         remedy = self.answers[1].remediation
         line = self.do('tools', 'diff', 's:b')['approve']
-        self.assertEqual(remedy, 'Review it with `tools diff`, then run: '
-                         + line)
+        self.assertEqual(remedy, 'Review it: preflight tools diff s:b; then '
+                         'run: ' + line)
         self.do(*shlex.split(line)[1:])
         self.assertEqual(self.gate(), ['ready', 'ready'])
         self.lists(tool(description='New'), tool('b'))
@@ -16344,6 +16360,19 @@ class Test20ContractCodes(CliCase):
         done = self.cli('contract', 'check', 'job')
         self.assertEqual(done.code, 0)
         self.assertNotIn(line, done.err)
+
+    def test_one_that_was_edited_is_an_error_and_no_traceback(self):
+        self.one_server(tool())
+        self.cli('contract', 'add', 'job', 's:echo')
+        for body in ('{', '[]', '{"odd": 1}', ''):
+            with contextlib.closing(sqlite3.connect(os.path.join(
+                    self.home, 'preflight.db'))) as con, con:
+                con.execute('update contract set body=?', (body,))
+            for words in (('sync',), ('contract', 'check', 'job')):
+                done = self.cli(*words)
+                with self.subTest(body, words=words):
+                    self.assertEqual((done.code, done.out), (1, ''))
+                    self.assertIn('contract "job" cannot be read', done.err)
 
     def test_the_data_is_that_of_tools_preflight(self):
         self.one_server(tool())
