@@ -4983,7 +4983,8 @@ class Test10Wording(unittest.TestCase):
             self.assertIn(
                 "This tool's text changes by itself (14 changes in 20 "
                 'looks; description): fix the server, or put '
-                '"ignore_changes": {"t": ["description"]} into its entry.', answer.detail)
+                '"ignore_changes": {"t": ["description"]} into its entry.',
+                answer.detail)
             case = a_case(moving, a_link())
             agent = pf.evaluate(case._replace(question=case.question._replace(
                 caller=pf.Caller(pf.AGENT, 'a', '', None))))[0]
@@ -13915,7 +13916,7 @@ class Test20Lock(LockCase):
                 (('s:echo', 's:ch'), ('"s:ch" is changed',
                                       'preflight tools diff s:ch')),
                 (('s:new',), ('"s:new" is pending', 'tools diff s:new')),
-                (('s:new', '--expect', 's:new=' + H1), ('as it was last listed here',)),
+                (('s:new', '--expect', 's:new=' + H1), ('last listed here',)),
                 (('s:no',), ('"s:no" is not listed now. Run: preflight tools '
                              'list s',)),
                 (('s:two', '--yes'), ('"s:two" cannot be locked: advertised '
@@ -13933,7 +13934,7 @@ class Test20Lock(LockCase):
                 (('s:echo', '--expect', 's:ch=x'), ('not locked here',)),
                 (('s:echo', '--expect', 'x'), ('is not ID=TOKEN',)),
                 (('s:echo', '--expect', ''), ('is not ID=TOKEN',)),
-                (('s:echo', '--expect', 's:echo='), ('as it was last listed here',))):
+                (('s:echo', '--expect', 's:echo='), ('last listed here',))):
             with self.subTest(words=words):
                 text = self.no_lock(*words)
                 for part in parts:
