@@ -5063,19 +5063,69 @@ def text_width(text):
                for c in text)
 
 
-def render_table(heads, rows):
+def _cut_word(word, width):
+    """Cut a word that is longer than a line, in one walk: a server may
+    send a megabyte without a blank."""
+    parts, used = [''], 0
+    for char in word:
+        size = text_width(char)
+        if used + size > width and parts[-1]:
+            parts.append('')
+            used = 0
+        parts[-1] += char
+        used += size
+    return parts
+
+
+def wrap_text(text, width):
+    """Break a text at blanks into lines of so many columns."""
+    lines, used = [''], 0
+    for word in re.findall('[^ ]+ *| +', text):
+        size = text_width(word.rstrip(' '))
+        if used and used + size > width:
+            lines[-1] = lines[-1].rstrip(' ')
+            lines.append('')
+            used = 0
+        if size > width:        # longer than a line, such as a URL
+            bare = word.rstrip(' ')
+            *parts, last = _cut_word(bare, width)
+            lines[-1:] = parts + ['']
+            word = last + word[len(bare):]
+        lines[-1] += word
+        used += text_width(word)
+    return lines
+
+
+def _fit_columns(sizes, width):
+    """Count the columns that fit in a line of a terminal, at least one."""
+    used, count = -2, 0
+    for size in sizes:
+        used += 2 + size
+        if used > width:
+            break
+        count += 1
+    return max(count, 1)
+
+
+def render_table(heads, rows, width=0):
     """Write columns two spaces apart, the last one unpadded.
 
-    Cells are made safe; an empty cell is '-'.
+    Cells are made safe; an empty cell is '-'. width: of the terminal that
+    shows it, 0 for none; there the columns that do not fit stand below
+    their row, where a terminal would break them in the middle of a word.
     """
     table = [[safe_text(cell) or '-' for cell in row]
              for row in [heads] + [list(row) for row in rows]]
-    widths = [max(map(text_width, column)) for column in zip(*table)]
+    sizes = [max(map(text_width, column)) for column in zip(*table)]
+    count = _fit_columns(sizes, width) if width else len(sizes)
     lines = []
     for row in table:
-        cells = [cell + ' ' * (width - text_width(cell))
-                 for cell, width in zip(row, widths)]
-        lines.append('  '.join(cells[:-1] + [row[-1]]))
+        cells = [cell + ' ' * (size - text_width(cell))
+                 for cell, size in zip(row, sizes)]
+        lines.append('  '.join(cells[:count - 1] + [row[count - 1]]))
+        if set(row[count:]) - {'-'}:
+            lines += ['    ' + line for line in wrap_text(
+                '  '.join(row[count:]), max(width - 4, 20))]
     return '\n'.join(lines) + '\n'
 
 
@@ -5083,18 +5133,19 @@ def _yes(value):
     return '' if value is None else 'true' if value else 'false'
 
 
-def render_report(report, is_terminal):
+def render_report(report, width):
     """Write a Report as the table of contract 6.
 
     On a terminal the remedies and suggestions follow as a second block.
+    width: of the terminal, 0 for none.
     """
     rows = [(a.id, a.status, a.reason or '', _yes(a.retryable),
              a.action or '', a.detail or '') for a in report.answers]
     text = render_table(('ID', 'STATUS', 'REASON', 'RETRYABLE', 'ACTION',
-                         'DETAIL'), rows)
+                         'DETAIL'), rows, width)
     text += 'VERDICT: %s (exit %d)\n' % (report.verdict,
                                          EXIT_CODES[report.verdict])
-    if not is_terminal:
+    if not width:
         return text
     for answer in report.answers:
         if answer.remediation:
@@ -5129,16 +5180,17 @@ def record_line(activity):
     return text + (': ' + ', '.join(parts) if parts else '')
 
 
-def render_health(report, code):
+def render_health(report, code, width):
     """Write a health report: rows, what to do, and the overall line.
 
-    code: the exit code that the report is worth.
+    code: the exit code that the report is worth. width: of the terminal,
+    0 for none.
     """
     text = render_table(
         ('SERVER', 'STATE', 'REASON', 'CREDENTIAL', 'EVIDENCE'),
         [(row['server'], row['state'], row['reason'],
           row['credential_source'], '[%s]' % row['evidence'])
-         for row in report['servers']])
+         for row in report['servers']], width)
     for row in report['servers']:
         text += '\nWhat to do about %s (%s):\n' % (
             safe_text(row['server']), row['state'])
@@ -5161,11 +5213,12 @@ def cell_text(value):
     return str(value)
 
 
-def render_rows(rows, columns):
+def render_rows(rows, columns, width):
     """Write rows (dicts) as a table of some of their keys."""
     heads = [name.upper().replace('_', ' ') for name in columns]
     return render_table(heads, [[cell_text(row.get(name))
-                                 for name in columns] for row in rows])
+                                 for name in columns] for row in rows],
+                        width)
 
 
 def render_fields(row):
@@ -5188,39 +5241,6 @@ def render_fields(row):
         else:
             lines.append((key + ':').ljust(width) + text)
     return '\n'.join(lines) + '\n'
-
-
-def _cut_word(word, width):
-    """Cut a word that is longer than a line, in one walk: a server may
-    send a megabyte without a blank."""
-    parts, used = [''], 0
-    for char in word:
-        size = text_width(char)
-        if used + size > width and parts[-1]:
-            parts.append('')
-            used = 0
-        parts[-1] += char
-        used += size
-    return parts
-
-
-def wrap_text(text, width):
-    """Break a text at blanks into lines of so many columns."""
-    lines, used = [''], 0
-    for word in re.findall('[^ ]+ *| +', text):
-        size = text_width(word.rstrip(' '))
-        if used and used + size > width:
-            lines[-1] = lines[-1].rstrip(' ')
-            lines.append('')
-            used = 0
-        if size > width:        # longer than a line, such as a URL
-            bare = word.rstrip(' ')
-            *parts, last = _cut_word(bare, width)
-            lines[-1:] = parts + ['']
-            word = last + word[len(bare):]
-        lines[-1] += word
-        used += text_width(word)
-    return lines
 
 
 def _diff_lines(lines):
@@ -5278,9 +5298,9 @@ def render_diff(diff):
     return '\n'.join(lines) + '\n'
 
 
-def render_lock_check(found, is_terminal):
+def render_lock_check(found, width):
     """Write a check by a lockfile, then what drifted and what is new."""
-    text = render_report(found.report, is_terminal)
+    text = render_report(found.report, width)
     for row in found.drift:
         text += '\ndrift: '
         if row['token']:
@@ -5294,15 +5314,15 @@ def render_lock_check(found, is_terminal):
         text += '\n'.join(map(safe_text, lines)) + '\n'
     if found.new:
         text += '\nnot in the lockfile:\n' + render_rows(
-            found.new, ('id', 'status', 'hash'))
+            found.new, ('id', 'status', 'hash'), width)
     return text
 
 
-def render_review(found):
+def render_review(found, width):
     """Write what a walk through all that awaits review came to."""
     text = ''
     if found['tools']:
-        text = render_rows(found['tools'], ('result', 'id'))
+        text = render_rows(found['tools'], ('result', 'id'), width)
         said = [row['result'] for row in found['tools']]
         text += ', '.join('%d %s' % (said.count(word), word)
                           for word in dict.fromkeys(said)) + '\n'
@@ -5325,13 +5345,13 @@ def render_check(found):
     return '\n'.join(safe_text(line) for line in lines) + '\n'
 
 
-def render_import(found):
+def render_import(found, width):
     """Write what `state import` did, a line for each server."""
     rows = [dict(row, approved=len(row['approved']),
                  blocked=len(row['blocked'])) for row in found['servers']]
     return render_rows(rows, ('server', 'result', 'tools', 'approved',
                               'blocked', 'observed_at', 'stale_at',
-                              'detail'))
+                              'detail'), width)
 
 
 def render_doctor(found):
@@ -5358,13 +5378,13 @@ def render_verify(found):
     return '\n'.join(lines) + '\n'
 
 
-def render_activities(found):
+def render_activities(found, width):
     """Write audit records, a line each (contract 8)."""
     rows = [{'time': row['timestamp'], 'id': row['id'], 'type': row['type'],
              'actor': row['actor'], 'request_id': row['request_id'],
              'what': record_line(row)} for row in found['activities']]
     text = render_rows(rows, ('time', 'id', 'type', 'actor', 'request_id',
-                              'what'))
+                              'what'), width)
     return text + '%d of %s\n' % (len(rows), plural(found['total'],
                                                     'record'))
 
@@ -5379,7 +5399,7 @@ def render_activities(found):
 
 World = namedtuple('World', (
     'env how home configs dialect workspace now clock sleep random stop '
-    'ask tell is_terminal ca_file url request_id'))
+    'ask tell width ca_file url request_id'))
 World.__new__.__defaults__ = ('', '', '')
 World.__doc__ = """What a command may know of its surroundings.
 
@@ -5387,7 +5407,8 @@ env: dict. how: the command that started this run, for remedies. home: the
 state directory. configs: paths as named, () for the state's own file.
 now() -> ms; clock() -> monotonic seconds; random(n) -> bytes. stop: signal
 numbers that arrived. ask(question) -> bool, ask(question, choices) -> one
-of them, whose initials differ; tell(line) writes to stderr.
+of them, whose initials differ; tell(line) writes to stderr. width: columns
+of the terminal that stdout is, 0 when it is none.
 ca_file: certificates to trust besides the system's, '' for none. url: the
 service to ask instead of the state, '' for none. request_id: that the audit
 records of this run carry, '' for none.
@@ -14503,7 +14524,8 @@ Command = namedtuple('Command', 'run options render exit_of takes about '
                                 'more')
 Command.__new__.__defaults__ = ('',)
 Command.__doc__ = """One row of the command table. run(world, options) ->
-value; options: rows for add_argument; render(value, is_terminal) -> text;
+value; options: rows for add_argument; render(value, width) -> text, where
+width is the columns of the terminal, 0 for none;
 exit_of(value) -> code; takes: what follows the words; about: its line of
 help; more: a paragraph for its own --help."""
 
@@ -14536,11 +14558,11 @@ RUN_OPTIONS = (
 
 
 def _rows(*columns):
-    return lambda rows, is_terminal: render_rows(rows, columns)
+    return lambda rows, width: render_rows(rows, columns, width)
 
 
 def _plain(render):
-    return lambda value, is_terminal: render(value)
+    return lambda value, width: render(value)
 
 
 def _always_ready(value):
@@ -14555,7 +14577,7 @@ def sync_data(found):
                         for row in found[0]]}
 
 
-def _render_sync(found, is_terminal):
+def _render_sync(found, width):
     rows = [{'server': row.server, 'state': row.state, 'tools': row.tools,
              'added': len(row.added), 'changed': len(row.changed),
              'vanished': len(row.vanished),
@@ -14563,7 +14585,7 @@ def _render_sync(found, is_terminal):
                  None, (row.cause and row.cause + ':', row.detail)))}
             for row in found[0]]
     text = render_rows(rows, ('server', 'state', 'tools', 'added',
-                              'changed', 'vanished', 'time', 'detail'))
+                              'changed', 'vanished', 'time', 'detail'), width)
     for row in found[0]:
         for sign, names in (('+', row.added), ('~', row.changed),
                             ('-', row.vanished)):
@@ -14573,15 +14595,15 @@ def _render_sync(found, is_terminal):
     return text
 
 
-def _render_tools(rows, is_terminal):
-    if is_terminal:             # `tools show` has the whole hash
+def _render_tools(rows, width):
+    if width:             # `tools show` has the whole hash
         rows = [dict(row, hash=row['hash'] and row['hash'][:22] + '...')
                 for row in rows]
     columns = ('id', 'listed', 'status', 'blocked', 'denied', 'hash',
                'last_seen')
     if any(row.get('ignored') for row in rows):
         columns += ('ignored',)
-    return render_rows(rows, columns)
+    return render_rows(rows, columns, width)
 
 
 RESULTS = _rows('id', 'result')
@@ -14613,7 +14635,7 @@ COMMANDS = {
         cmd_tools_diff, (), _plain(render_diff), _always_ready, 'ID',
         'listed beside approved, and the line that approves'),
     ('tools', 'review'): Command(
-        cmd_tools_review, (), _plain(render_review), _always_ready,
+        cmd_tools_review, (), render_review, _always_ready,
         '[SERVER...]', 'at a terminal: show all that is new or changed, and '
         'ask'),
     ('tools', 'approve'): Command(
@@ -14716,9 +14738,10 @@ COMMANDS = {
             _flag('--probe', 'send the probes that cost money or quota, '
                   'too'),
             _text('--timeout', 'D', 'longest look at one server')),
-        lambda report, is_terminal: render_health(
-            report, exit_of_health(report)), exit_of_health, '[SERVER...]',
-        'is the server up, is the API behind it up', HEALTH_HELP),
+        lambda report, width: render_health(
+            report, exit_of_health(report), width), exit_of_health,
+        '[SERVER...]', 'is the server up, is the API behind it up',
+        HEALTH_HELP),
     ('serve',): Command(
         cmd_serve, (
             _text('--listen', 'H:P', 'address (else `listen` of the config, '
@@ -14769,7 +14792,7 @@ COMMANDS = {
             _text('--servers', 'A,B', 'these servers only'),
             _text('--file', 'F', 'write it there, whole or not at all, for '
                   'this user alone')),
-        lambda value, is_terminal: render_json(value)
+        lambda value, width: render_json(value)
         if 'snapshot_version' in value else render_fields(value),
         _always_ready, '', 'what is known, as one file for another host',
         'Tools, approvals, blocks, states and when each server was seen, '
@@ -14778,7 +14801,7 @@ COMMANDS = {
     ('state', 'import'): Command(
         cmd_state_import, (
             _flag('--approvals', 'trust what was approved there'),),
-        _plain(render_import),
+        render_import,
         _always_ready, 'FILE', 'take over what another host saw',
         'Servers are matched by name; what was seen is taken over where the '
         'launch is the same and nothing newer is known here. Ages stay true. '
@@ -14807,9 +14830,9 @@ COMMANDS = {
             _text('--until', 'TIME', 'before'),
             _text('--limit', 'N', 'at most 1000', default='50'),
             _text('--offset', 'N', 'leave out the newest', default='0')),
-        _plain(render_activities), _always_ready, '', 'the audit records'),
+        render_activities, _always_ready, '', 'the audit records'),
     ('activity', 'show'): Command(
-        cmd_activity_show, (), lambda value, is_terminal:
+        cmd_activity_show, (), lambda value, width:
         render_json(value['activity']), _always_ready, 'ID',
         'one audit record'),
     ('activity', 'verify'): Command(
@@ -14818,7 +14841,7 @@ COMMANDS = {
         _plain(render_verify), lambda found: EXIT_READY if found['ok']
         else EXIT_FAILED, '', 'is the chain of records intact'),
     ('activity', 'head'): Command(
-        cmd_activity_head, (), lambda value, is_terminal:
+        cmd_activity_head, (), lambda value, width:
         value['head'] + '\n', _always_ready, '',
         'the hash of the newest record'),
     ('activity', 'prune'): Command(
@@ -15067,6 +15090,16 @@ def _ask(question, choices=()):
         sys.stderr.write(way + '? ')
 
 
+def _terminal_width(stream):
+    """Count the columns of a stream's terminal, 0 when it is none."""
+    if stream is None or not stream.isatty():
+        return 0
+    try:    # a serial line may say 0
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except OSError:
+        return 80
+
+
 def drop_stderr():
     """Let stderr go nowhere: what it still holds would fail at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
@@ -15117,7 +15150,7 @@ def make_world(options, stops, url=''):
         now=lambda: int(time.time() * 1000), clock=time.monotonic,
         sleep=time.sleep, random=os.urandom, stop=stops, ask=_ask,
         tell=print_line,
-        is_terminal=sys.stdout is not None and sys.stdout.isatty(),
+        width=_terminal_width(sys.stdout),
         ca_file=os.path.abspath(options.ca_file) if options.ca_file else '')
 
 
@@ -15218,10 +15251,10 @@ def run_command(verb, options, stops):
         for line in report.stuck:
             print_line(line)
         print_line('request id: %s' % report.request_id)
-        if form == 'table' and not world.is_terminal:
+        if form == 'table' and not world.width:
             _print_remedies(report)
     if form == 'table':
-        text = command.render(value, world.is_terminal)
+        text = command.render(value, world.width)
     else:
         write = render_json if form == 'json' else render_yaml
         text = write(_data_of(verb, value))

@@ -235,7 +235,7 @@ class TempCase(unittest.TestCase):
             now=lambda: int(time.time() * 1000), clock=time.monotonic,
             sleep=time.sleep, random=os.urandom, stop=stops,
             ask=lambda question, choices=(): False, tell=self.told.append,
-            is_terminal=False)
+            width=0)
         return pf.World(**dict(given, **more))
 
 
@@ -6014,7 +6014,7 @@ class Test12Report(unittest.TestCase):
 
     def test_table(self):
         self.assertEqual(
-            pf.render_report(a_report(self.READY, self.MISS), False),
+            pf.render_report(a_report(self.READY, self.MISS), 0),
             'ID                  STATUS       REASON     RETRYABLE  ACTION  '
             '   DETAIL\n'
             'gh-ops:sync_issues  ready        -          -          -       '
@@ -6031,12 +6031,12 @@ class Test12Report(unittest.TestCase):
                 ('tool_changed', 'VERDICT: blocked (exit 11)'),
                 ('not_found', 'VERDICT: unknown_ids (exit 12)')):
             text = pf.render_report(a_report(an_answer('a:b', reason)),
-                                    False)
+                                    0)
             self.assertEqual(text.split('\n')[-2], line)
 
     def test_no_line_ends_in_blanks(self):
         text = pf.render_report(a_report(self.READY, self.MISS, an_answer(
-            'x:y', 'server_initializing', detail='d')), False)
+            'x:y', 'server_initializing', detail='d')), 0)
         for line in text.split('\n'):
             self.assertEqual(line, line.rstrip())
         self.assertIn('x:y                 unavailable  server_initializing '
@@ -6045,14 +6045,14 @@ class Test12Report(unittest.TestCase):
     def test_nothing_is_cut(self):
         answer = an_answer('s:' + 'x' * 300, 'not_found', 'configure',
                            'y' * 3000)
-        text = pf.render_report(a_report(answer), False)
+        text = pf.render_report(a_report(answer), 0)
         self.assertIn('s:' + 'x' * 300 + '  unavailable', text)
         self.assertIn('y' * 3000, text)
 
     def test_a_name_forges_no_row(self):
         answer = an_answer('s:a\nx:y  ready', 'not_found', 'configure',
                            'd\r\nVERDICT: ready (exit 0)\x1b[2J')
-        text = pf.render_report(a_report(answer), True)
+        text = pf.render_report(a_report(answer), 1000)
         self.assertEqual(len(text.split('\n')), 4)
         self.assertNotIn('\x1b', text)
         self.assertIn('s:a\\x0ax:y  ready', text)
@@ -6061,9 +6061,9 @@ class Test12Report(unittest.TestCase):
         answer = self.MISS._replace(remediation='Run: pf tools list',
                                     did_you_mean=['a:b', 'c:\x1bd'])
         report = a_report(self.READY, answer)
-        plain = pf.render_report(report, False)
+        plain = pf.render_report(report, 0)
         self.assertEqual(
-            pf.render_report(report, True)[len(plain):],
+            pf.render_report(report, 1000)[len(plain):],
             '\ngh-ops:nope\n  Run: pf tools list\n  Did you mean: a:b, '
             'c:\\x1bd\n')
 
@@ -6116,6 +6116,30 @@ class Test12Tables(unittest.TestCase):
     def test_no_rows(self):
         self.assertEqual(pf.render_table(('AB', 'C'), ()), 'AB  C\n')
 
+    def test_what_does_not_fit_a_terminal_stands_below_its_row(self):
+        heads = ('ID', 'STATUS', 'WHAT', 'DETAIL')
+        rows = (('a:b', 'ready', '', ''),
+                ('a:long', 'no', 'x', 'no server of that name is known'))
+        self.assertEqual(
+            pf.render_table(heads, rows, 24),
+            'ID      STATUS  WHAT\n'
+            '    DETAIL\n'
+            'a:b     ready   -\n'
+            'a:long  no      x\n'
+            '    no server of that\n'
+            '    name is known\n')
+        self.assertEqual(
+            pf.render_table(heads, rows, 53), pf.render_table(heads, rows))
+        self.assertEqual(
+            pf.render_table(heads, rows[1:], 3),
+            'ID\n    STATUS  WHAT  DETAIL\na:long\n'
+            '    no  x  no server of\n    that name is known\n')
+
+    def test_on_a_terminal_foreign_text_begins_no_line(self):
+        text = pf.render_table(('A', 'B'), (
+            ('a', 'x' * 30 + ' VERDICT: ready'),), 20)
+        self.assertIn('\n    VERDICT: ready\n', text)
+
     def test_cells(self):
         for value, text in (
                 (None, ''), ([], ''), ({}, ''), ('', ''), (True, 'true'),
@@ -6127,7 +6151,7 @@ class Test12Tables(unittest.TestCase):
     def test_rows(self):
         self.assertEqual(
             pf.render_rows([{'a_b': None, 'c': True, 'd': 'no'}],
-                           ('a_b', 'c')), 'A B  C\n-    true\n')
+                           ('a_b', 'c'), 0), 'A B  C\n-    true\n')
 
     def test_fields(self):
         self.assertEqual(
@@ -15686,6 +15710,21 @@ class Test23Streams(CliCase):
             err = process.communicate(timeout=60)[1].decode()
             self.assertEqual(process.returncode, code)
             self.assertNotIn('rror', err)
+
+    def test_a_table_is_fitted_to_the_terminal_that_shows_it(self):
+        self.one_server(tool())
+        line = self.line('tools', 'list')
+        head = 'ID      LISTED  STATUS    BLOCKED  DENIED  HASH'
+        for columns, fits in ((0, False), (79, False), (200, True)):
+            with self.subTest(columns):
+                shown = self.on_terminal(
+                    'stty cols %d; %s' % (columns, line)).out.split('\n')
+                if not fits:
+                    self.assertEqual(shown[0], head)
+                    self.assertEqual(shown[1], '    LAST SEEN')
+                    continue
+                self.assertTrue(shown[0].endswith('  LAST SEEN'), shown)
+        self.assertIn('  LAST SEEN\n', self.shell(line).out)
 
     def test_streams_that_cannot_be_written(self):
         self.one_server(tool())
