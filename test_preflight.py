@@ -6352,6 +6352,19 @@ class WorldCase(TempCase):
             os.waitpid(pid, 0)
         return found
 
+    def forked_at_once(self, count, function):
+        """Run a function in so many child processes at one moment.
+
+        They start by the clock: a pipe that opens would be one whose
+        number a later child uses again.
+        """
+        together = time.monotonic() + 0.2
+
+        def start():
+            time.sleep(max(0, together - time.monotonic()))
+            return function()
+        return self.forked(*[start] * count)
+
     def run_forked(self, function, into):
         """Be the child: write what function gives, and be gone."""
         try:
@@ -6621,20 +6634,7 @@ class Test15Store(WorldCase):
                                   "key='generation'").fetchone()[0]
 
     def test_thirty_processes_create_it_at_once(self):
-        out, into = os.pipe()
-
-        def start():            # when the gate closes, all at once
-            os.close(into)
-            os.read(out, 1)
-            self.bump()
-
-        def fire():
-            os.close(into)
-        closing = threading.Timer(0.1, fire)
-        closing.start()
-        found = self.forked(*[start] * 30)
-        closing.join()
-        os.close(out)
+        found = self.forked_at_once(30, self.bump)
         self.assertEqual(found, [None] * 30)
         self.assertEqual(self.generation(), 30)
         self.assertEqual(self.raw().execute(
@@ -7251,12 +7251,8 @@ class Test15Upgrade(WorldCase):
         self.assertEqual(self.columns(self.home), self.columns(fresh))
 
     def test_thirty_processes_may_upgrade_it_at_once(self):
-        together = time.monotonic() + 0.2
-
-        def start():
-            time.sleep(max(0, together - time.monotonic()))
-            return self.reasons()
-        self.assertEqual(self.forked(*[start] * 30), [self.REASONS] * 30)
+        self.assertEqual(self.forked_at_once(30, self.reasons),
+                         [self.REASONS] * 30)
         self.assertTrue(self.do('activity', 'verify')['ok'])
 
     def test_a_cut_off_upgrade_leaves_the_old_one_whole(self):
