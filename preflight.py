@@ -8414,6 +8414,52 @@ def _drop_dead_switches(con, server):
     return notes
 
 
+class OwnerLock(FileLock):
+    """The lock that a run of sync holds while it lives.
+
+    The system lets go of it when the run is killed, and its file stays: so
+    its leases need not run out before another run looks.
+    """
+
+    def __init__(self, world, owner):
+        super().__init__(os.path.join(world.home, 'sync-%s.lock' % owner),
+                         world)
+
+    def is_killed(self):
+        """Tell whether its run is certainly gone.
+
+        Without a file nothing is known: it may be an older version's.
+        """
+        try:
+            return os.path.exists(self.path) and self.take_now()
+        except StoreError:
+            return False
+        finally:
+            self.close()
+
+    def forget(self):
+        """Take the file away, if it can be done."""
+        try:
+            os.unlink(self.path)
+        except OSError:
+            pass
+
+
+def _sweep_owners(world):
+    """Take away the lock files of runs that were killed."""
+    for name in os.listdir(world.home):
+        match = re.match(r'sync-([0-9a-f]+)\.lock\Z', name)
+        lock = OwnerLock(world, match.group(1)) if match else None
+        if lock and lock.is_killed():
+            lock.forget()
+
+
+def _is_held(world, link, owner, now):
+    """Tell whether a lease runs, and its run may still live."""
+    return is_lease_running(link, now) and not OwnerLock(
+        world, os.path.basename(owner or '')).is_killed()
+
+
 class Round:
     """One run of sync: leases, looks side by side, results.
 
@@ -8441,18 +8487,27 @@ class Round:
         back.
         """
         self.waiting = list(servers)
-        try:
-            while self.waiting or self.running or self.foreign:
-                if self.world.stop:
-                    raise Interrupted(self.world.stop[0])
-                self._start_some()
-                self._collect(0.05)
-                self._watch_foreign()
-                self.progress(len(self.rows), len(servers),
-                              sorted(self.running))
-        finally:
-            self._end()
+        _sweep_owners(self.world)
+        lock = OwnerLock(self.world, self.owner)
+        with lock:
+            try:
+                while self.waiting or self.running or self.foreign:
+                    if self.world.stop:
+                        raise Interrupted(self.world.stop[0])
+                    self._start_some()
+                    self._collect(0.05)
+                    self._watch_foreign()
+                    self._tell_progress(len(servers))
+            finally:
+                self._end()
+                lock.forget()
+        lock.close()
         return [self.rows[server.name] for server in servers]
+
+    def _tell_progress(self, total):
+        names = ['%s (another sync looks)' % name
+                 for name in sorted(self.foreign)]
+        self.progress(len(self.rows), total, sorted(self.running) + names)
 
     def _end(self):
         """End the looks that still run, whatever ended this round."""
@@ -8506,7 +8561,8 @@ class Round:
             row = _row(name, state, '', known.disabled or known.quarantined)
             self.rows[name] = row._replace(broken=self.watch(con, name))
             return None
-        if link and owner != self.owner and is_lease_running(link, now):
+        if link and owner != self.owner and _is_held(self.world, link, owner,
+                                                     now):
             self.foreign[name] = (server, link.lease_at, owner)
             return None
         take_lease(con, name, seen_key(server), (
@@ -8557,7 +8613,8 @@ class Round:
                 known, row_id = load_known(con, self.config, name)
                 holder, link = load_link(con, name, seen_key(server))[1:]
                 count = count_listed(con, row_id)
-            if holder == owner and is_lease_running(link, self.world.now()):
+            if holder == owner and _is_held(self.world, link, owner,
+                                            self.world.now()):
                 continue
             del self.foreign[name]
             link = known.connection

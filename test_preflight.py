@@ -8987,6 +8987,34 @@ class Test18Sync(SyncCase):
             if is_given_back:
                 thread.join()
 
+    def owner_locks(self):
+        return [name for name in os.listdir(self.home)
+                if name.startswith('sync-')]
+
+    def test_a_killed_sync_holds_nobody_up(self):
+        self.configure({'s': self.serve(sleep={'initialize': 300},
+                                        starts=self.path('starts'))})
+        job = subprocess.Popen(
+            [sys.executable, SCRIPT, '--home', self.home, '--config',
+             self.config, 'sync'], stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL)
+        self.wait_for(self.pids)
+        self.assertEqual(len(self.owner_locks()), 1)
+
+        def progress(done, total, names):
+            if job.returncode is None:
+                self.assertEqual(names, ['s (another sync looks)'])
+                job.kill()
+                job.wait()
+                os.kill(self.pids()[0], signal.SIGKILL)
+                self.serve(tools=[tool()])
+        self.patch('no_progress', progress)
+        self.assertEqual(self.one('sync').state, 'ready')
+        self.assertEqual(job.returncode, -signal.SIGKILL)
+        self.wait_for(lambda: self.owner_locks())
+        self.assertEqual(self.one('sync').state, 'ready')
+        self.assertEqual(self.owner_locks(), [])
+
     def test_the_result_of_anothers_look_is_taken(self):
         server = self.leased(int(time.time() * 1000), 30000)
         self.serve(starts=self.path('starts'), tools=[tool()])
