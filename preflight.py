@@ -6037,6 +6037,23 @@ LINK_COLUMNS = ('launch, state, cause, detail, since, observed_at, '
                 'lease_until, lease_launch, expires_at')
 
 
+def _notes_key(name, file):
+    return 'notes ' + json.dumps([name, key_text(file)])
+
+
+def load_notes(con, name, file):
+    """Load what was warned of at the last look: [of its config, of it]."""
+    return json.loads(load_meta(con, _notes_key(name, file)) or '[[], []]')
+
+
+def save_notes(con, name, file, notes):
+    """Save what a look at a server warned of: is it news?"""
+    if notes == load_notes(con, name, file):
+        return False
+    save_meta(con, _notes_key(name, file), json.dumps(notes))
+    return True
+
+
 def load_link(con, name, file):
     """Load what is recorded of a server: (row id, owner, Connection)."""
     row = con.execute('select id, lease_owner, %s from server where name=? '
@@ -8226,11 +8243,14 @@ def load_approved_text(con, lock, tool):
 
 
 Row = namedtuple('Row', 'server state cause detail tools added changed '
-                        'vanished baseline ms notes broken')
-Row.__new__.__defaults__ = ((),)
+                        'vanished baseline ms notes broken awaiting was '
+                        'remedy')
+Row.__new__.__defaults__ = ((), 0, None, '')
 Row.__doc__ = """What a sync says of one server. baseline: True when its
 list was trusted on first use; notes: sentences for the operator; broken:
-lines on the contracts that it broke or mended."""
+lines on the contracts that it broke or mended; awaiting: how many tools
+await an approval; was: (state, cause) at the last look, None for the first;
+remedy: the command to run next, '' for none."""
 
 
 def _row(name, state, cause='', detail='', tools=0):
@@ -8319,18 +8339,19 @@ def _row_of(con, row_id, known, plan, seen):
              if tool.listed]
     notes = ['%s: %s' % (name, note) for note in known.server.warnings]
     notes += ['%s: %s' % (name, note) for note in seen.warnings]
-    detail = plan.detail
+    detail, awaiting = plan.detail, 0
     held = [tool_status(tool)[0] for tool in tools]
     words = ['%d %s' % (held.count(status), word) for status, word in (
         (PENDING, 'pending'), (CHANGED, 'changed')) if status in held]
     if plan.state == 'ready':
+        awaiting = held.count(PENDING) + held.count(CHANGED)
         found = ['awaiting approval: ' + ', '.join(words)] if words else []
         quiet = sum(1 for tool in tools if tool.ignored)
         found += ['changes ignored: %d' % quiet] if quiet else []
         detail = '; '.join(found) or detail
     return Row(name, plan.state, plan.cause, detail, len(tools), plan.added,
                plan.changed, plan.vanished, plan.how == 'baseline'
-               and bool(plan.approve), 0, notes)
+               and bool(plan.approve), 0, notes, (), awaiting)
 
 
 def _record_sync(con, world, row, plan, is_same):
@@ -8398,7 +8419,12 @@ def save_observation(store, known, seen, owner, watch=no_watch):
             _save_trust(con, known, plan, launches, now)
         row = _row_of(con, row_id, known, plan, seen)
         _record_sync(con, store.world, row, plan, is_same)
-        return row._replace(broken=watch(con, server.name))
+        is_news = save_notes(con, server.name, seen_key(server),
+                             [server.warnings, seen.warnings])
+        return row._replace(
+            notes=row.notes if is_news or store.world.width else [],
+            was=(link.state, link.cause) if link.state else None,
+            broken=watch(con, server.name))
 
 
 def _drop_dead_switches(con, server):
@@ -10051,6 +10077,29 @@ def notify(world, config, words):
                    'tries again' % (words[0], fault))
 
 
+def _after_look(world, row):
+    """Name the command that a Row of sync calls for, '' for none."""
+    words = {'error': 'servers show', 'pending_auth': 'servers show',
+             'quarantined': 'servers approve',
+             'ready': 'tools review' if row.awaiting else ''}.get(row.state)
+    return command_line(world.how, words, row.server) if words else ''
+
+
+def _tell_turned(world, rows):
+    """Tell, once, of each server that is not what it was at the last look."""
+    for row in rows:
+        is_bad = row.state in ('error', 'pending_auth')
+        if is_bad and row.was != (row.state, row.cause):
+            world.tell('%s: %s' % (row.server, ': '.join(filter(None, (
+                row.state, row.cause, row.detail)))))
+            world.tell('%s: Run: %s' % (row.server, row.remedy))
+        elif row.state == 'ready' and row.was and row.was[0] != 'ready':
+            world.tell('%s: ready again' % row.server)
+        if row.awaiting and (row.added or row.changed):
+            world.tell('%s: %s: Run: %s' % (row.server, row.detail,
+                                            row.remedy))
+
+
 def cmd_sync(world, options):
     """Look at servers: (Rows, names that are not configured)."""
     words = split_notify(options.notify)
@@ -10063,8 +10112,11 @@ def cmd_sync(world, options):
         world.tell(look_up(config, name)[1] or 'no server %s is configured%s'
                    % (json.dumps(name), '; did you mean %s?' % near[0]
                       if near else ''))
-    rows = run_sync(world, config, servers, limit, options.progress)
+    rows = [row._replace(remedy=_after_look(world, row)) for row in run_sync(
+        world, config, servers, limit, options.progress)]
     tell_sync(world, rows)
+    if not world.width:     # a terminal has it all in the table
+        _tell_turned(world, rows)
     if words:
         notify(world, config, words)
     return rows, list(unknown)
@@ -10444,7 +10496,9 @@ def cmd_tools_approve(world, options):
                         world.how, 'tools diff', diff['id']))
             if not is_settled and not world.ask(review_text(diff,
                                                             'Approve')):
-                raise UsageError('not approved: %s' % diff['id'])
+                raise UsageError(
+                    'nothing was approved: the answer for %s was not yes'
+                    % diff['id'], '`tools review` keeps each answer.')
             tokens[diff['id']] = wanted
         return _approve(world, store, config, tokens)
 
@@ -11060,8 +11114,12 @@ def _one_server(world, options):
 
 def _next_step(world, row):
     """Name the command that a server's state calls for, or None."""
+    waits = row[PENDING] or row[CHANGED]
     words = {'disabled': 'servers enable', 'quarantined': 'servers approve',
-             'ready': None}.get(row['state'], 'sync')
+             'ready': 'tools review' if waits else None}.get(
+                 row['state'], 'sync')
+    if words == 'servers approve' and row['quarantined_by'] == 'launch':
+        words += ' --expect=' + row['launch_digest']
     return words and command_line(world.how, words, row['server'])
 
 
@@ -11077,6 +11135,7 @@ def cmd_servers_show(world, options):
         if config.lock:
             launches = config.lock.launches.get(server.name, ())[:1]
         link = known.connection
+        notes = load_notes(con, server.name, seen_key(server))[1]
     for key in ('enabled', 'quarantined'):
         value, by_switch = switched(getattr(server, key), switches.get(key))
         row[key] = value
@@ -11097,7 +11156,7 @@ def cmd_servers_show(world, options):
         row[key] = format_time(at) if at is not None else None
     row['refused'] = link.refused if link else {}
     row['next'] = _next_step(world, row)
-    row['warnings'] = server.warnings
+    row['warnings'] = list(dict.fromkeys(server.warnings + notes))
     return row
 
 
@@ -11189,7 +11248,7 @@ def cmd_servers_approve(world, options):
         if fact and not (options.yes or options.expect) and not world.ask(
                 '%s\nThe new launch has the digest %s.\nApprove it?' % (
                     safe_text(fact), digest)):
-            raise UsageError('not approved: %s' % server.name)
+            raise UsageError('not approved: server %s' % server.name)
         carried = sum(1 for name in job.old.tools if parse_id(name).server
                       == server.name) if departs else 0
 
@@ -14628,7 +14687,7 @@ def _always_ready(value):
 
 def sync_data(found):
     """Give a sync's rows as contract 6 prints them in JSON."""
-    keys = Row._fields[:-2]
+    keys = Row._fields[:Row._fields.index('notes')]
     return {'servers': [dict(zip(keys, row), cause=row.cause or None,
                              detail=row.detail or None)
                         for row in found[0]]}
@@ -14649,6 +14708,10 @@ def _render_sync(found, width):
             text += ''.join('%s %s:%s\n' % (
                 sign, safe_text(row.server), safe_text(name))
                 for name in names)
+    if width:               # a log has it on stderr
+        text += ''.join('\n%s\n  Run: %s\n' % (
+            safe_text(row.server), safe_text(row.remedy))
+            for row in found[0] if row.remedy)
     return text
 
 
@@ -15094,23 +15157,41 @@ def _configs(options, env):
     return tuple(named)
 
 
+def _terminal_width(stream):
+    """Count the columns of a stream's terminal, 0 when it is none."""
+    if stream is None or not stream.isatty():
+        return 0
+    try:    # a serial line may say 0
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except OSError:
+        return 80
+
+
 def _started_how(options, env):
-    """Write the command that started this run, for remedies to repeat."""
-    words = [sys.executable or 'python3', sys.argv[0] or 'preflight.py']
+    """Write the command that started this run, for remedies to repeat.
+
+    As it was typed for whoever sits there; what a log keeps is pasted
+    elsewhere, so there every path is absolute.
+    """
+    place_of = str if _terminal_width(sys.stdout) else os.path.abspath
+    words = [sys.executable or 'python3']
     for place in env.get('PATH', '').split(os.pathsep):
         path = os.path.join(place, 'python3')
         if os.path.exists(path):
             if os.path.realpath(path) == os.path.realpath(words[0]):
                 words[0] = 'python3'
             break
+    words += ['-I'] if sys.flags.isolated else []
+    words.append(place_of(sys.argv[0] or 'preflight.py'))
     home = (options.home or env.get('PREFLIGHT_HOME')
             or env.get('STATE_DIRECTORY', '').split(':')[0])
-    words += ['--home', home] if home else []
+    words += ['--home', place_of(home)] if home else []
     for path in _configs(options, env):
-        words += ['--config', path]
-    for name in ('dialect', 'workspace', 'ca_file'):
+        words += ['--config', place_of(path)]
+    words += ['--dialect', options.dialect] if options.dialect else []
+    for name in ('workspace', 'ca_file'):
         value = getattr(options, name)
-        words += (['--' + name.replace('_', '-'), value] if value
+        words += (['--' + name.replace('_', '-'), place_of(value)] if value
                   else [])
     return ' '.join(map(shell_word, words))
 
@@ -15127,9 +15208,8 @@ def _ask(question, choices=()):
         raise UsageError('there is no terminal to ask at; '
                          + ('run it at one' if choices else 'review first, '
                             'then give --expect or --yes'),
-                         '`tools diff ID` shows a tool and prints the line '
-                         'that approves it (tools approve --expect TOKEN '
-                         'ID), `servers show NAME` the launch_digest.')
+                         '`tools diff ID` and `servers show NAME` print the '
+                         'line that approves just what they show.')
     way = ', '.join('[%s]%s' % (word[0], word[1:]) for word in choices)
     sys.stderr.write('%s %s ' % (question, way + '?' if way else '[y/N]'))
     while True:
@@ -15145,16 +15225,6 @@ def _ask(question, choices=()):
             sys.stderr.write('\n')
             return choices[-1]
         sys.stderr.write(way + '? ')
-
-
-def _terminal_width(stream):
-    """Count the columns of a stream's terminal, 0 when it is none."""
-    if stream is None or not stream.isatty():
-        return 0
-    try:    # a serial line may say 0
-        return os.get_terminal_size(stream.fileno()).columns or 80
-    except OSError:
-        return 80
 
 
 def drop_stderr():

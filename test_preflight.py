@@ -13274,7 +13274,7 @@ class Test20Approve(CliCase):
             self.assertEqual((done.code, done.out), (1, ''))
         done = self.cli('tools', 'review')
         self.assertEqual((done.code, done.out), (1, ''))
-        for part in 'no terminal', 'tools diff ID', 'tools approve --expect':
+        for part in 'no terminal', 'tools diff ID', 'print the line':
             self.assertIn(part, done.err)
         self.assertEqual(self.reasons('s:echo'), ['tool_changed'])
 
@@ -13663,6 +13663,67 @@ class Test20Commands(CliCase):
             {'profile': 'a', 'servers': [], 'not_configured': []},
             {'profile': 'nightly', 'servers': ['s', 'gone'],
              'not_configured': ['gone']}])
+
+
+class Test20SyncTold(CliCase):
+    """What a sync says to a log, once, and to a terminal, with a remedy."""
+
+    def err(self):
+        """Sync in a real process; returns the lines of its stderr."""
+        return self.cli('sync').err.split('\n')[:-1]
+
+    def test_a_server_that_turns_is_told_once(self):
+        self.one_server(tool())
+        self.serve(die='start', stderr='no disk\n')
+        first, second = self.err()
+        self.assertEqual(first[:16], 's: error: exited')
+        self.assertIn('no disk', first)
+        self.assertEqual(second[:8], 's: Run: ')
+        self.assertIn('no disk', self.shell(second[8:]).out)
+        self.assertEqual(self.err(), [])
+        self.serve(tools=[tool()])
+        self.assertEqual(self.err(), ['s: ready again'])
+        self.assertEqual(self.err(), [])
+
+    def test_a_first_look_that_fails_is_told(self):
+        self.configure({'s': self.serve(die='start')})
+        self.assertEqual(self.err()[0][:16], 's: error: exited')
+        self.assertEqual(self.err(), [])
+
+    def test_what_awaits_approval_is_told_once_with_its_review(self):
+        self.one_server(tool())
+        self.serve(tools=[tool(description='New'), tool('b')])
+        line, = self.err()
+        head, _, remedy = line.partition(': Run: ')
+        self.assertEqual(head, 's: awaiting approval: 1 pending, 1 changed')
+        self.assertIn('2 approved', self.on_terminal(remedy, 'a').out)
+        self.serve(tools=[tool(description='Newer'), tool('b')])
+        self.assertIn('1 changed', self.err()[0])
+        self.assertEqual(self.err(), [])
+        self.assertIn('  Run: ', self.on_terminal(self.line('sync')).out)
+
+    def test_noise_is_told_once_to_a_log_and_stays_known(self):
+        self.configure({'s': self.serve(tools=[tool()], noise='hello\n')})
+        note = '1 non-protocol line on stdout'
+        self.assertIn('warning: s: ' + note, self.err())
+        self.assertEqual(self.err(), [])
+        self.assertIn(note, self.on_terminal(self.line('sync')).out)
+        self.assertEqual(self.cli('servers', 'show', 's', '-o', 'json')
+                         .json['warnings'], [note])
+
+    def test_a_changed_launch_is_approved_by_the_line_that_show_prints(self):
+        self.one_server(tool())
+        self.serve(tools=[tool()], more=1)
+        self.configure({'s': dict(self.entry, args=self.entry['args'] + [
+            'x'])})
+        done = self.cli('servers', 'approve', 's')
+        self.assertEqual(done.code, 1)
+        self.assertIn('`servers show NAME`', done.err)
+        row = self.cli('servers', 'show', 's', '-o', 'json').json
+        self.assertIn('--expect=' + row['launch_digest'], row['next'])
+        self.assertEqual(self.shell(row['next']).code, 0)
+        self.assertNotIn('--expect', self.cli(
+            'servers', 'show', 's', '-o', 'json').json['next'])
 
 
 class Test20Servers(CliCase):
@@ -15673,8 +15734,8 @@ class Test23Cli(CliCase):
         for digest, shown in (('sha256/v1:' + H1, 'sha256/v1:%s...'
                                % H1[:12]), (None, '-')):
             rows = [dict(row, hash=digest)]
-            self.assertIn('  %s  ' % shown, render(rows, True))
-            self.assertIn('  %s  ' % (digest or '-'), render(rows, False))
+            self.assertIn('  %s  ' % shown, render(rows, 200))
+            self.assertIn('  %s  ' % (digest or '-'), render(rows, 0))
 
     def test_help_of_a_group_lists_its_commands_alone(self):
         groups = {verb[0] for verb in pf.COMMANDS if len(verb) > 1}
@@ -20595,8 +20656,8 @@ class TestReadme(TempCase):
         return done.returncode, out
 
     def plain(self, text):
-        """Take out what differs from run to run: ids and the home."""
-        text = text.replace(self.dir, '/home/ci')
+        """Take out what differs from run to run: ids, homes, this place."""
+        text = text.replace(self.dir, '/home/ci').replace(HERE, '/home/ci/pf')
         return re.sub(r'[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}', 'UUID',
                       text)
 
@@ -20661,25 +20722,24 @@ class TestReadme(TempCase):
         return subprocess.call(['sh', '-c', 'command -v ' + program],
                                stdout=subprocess.DEVNULL) == 0
 
-    def test_the_nightly_script_pages_at_the_third_10(self):
+    def test_the_nightly_script_tries_again_what_may_heal(self):
         script = read_blocks('sh')[0]
-        self.write('preflight', '#!/bin/sh\nexit $(cat %s)\n'
-                   % self.path('code'))
+        self.write('preflight', '#!/bin/sh\nread code <codes\n'
+                   'sed -i 1d codes\nexit $code\n')
         for name in ('page', 'agent'):
-            os.chmod(self.write(name, '#!/bin/sh\necho %s "$@"\n' % name),
-                     0o755)
-        script = script.replace('python3 -I /opt/preflight.py',
-                                'sh ' + self.path('preflight'))
-        script = script.replace('/opt/', self.dir + '/').replace(
-            '/var/tmp/', self.dir + '/')
-        path = self.write('nightly.sh', script)
-        said = []
-        for code in (10, 10, 10, 0, 10, 11, 1):
-            self.write('code', str(code))
-            out = self.shell('sh ' + path)[1].split()
-            said.append(out[0] if out else '')
-        self.assertEqual(said, ['', '', 'page', 'agent', '', 'page',
-                                'page'])
+            os.chmod(self.write(name, '#!/bin/sh\necho %s\n' % name), 0o755)
+        script = script.replace('python3 -I /opt/preflight.py', 'sh preflight')
+        script = script.replace('/opt/', './').replace('sleep 600',
+                                                       'echo sleep')
+        self.write('nightly.sh', script)
+        for codes, said in (
+                ('0', 'agent'), ('10 0', 'sleep agent'), ('11', 'page'),
+                ('12', 'page'), ('1', 'page'), ('10 10 11', 'sleep sleep page'),
+                ('10 ' * 6 + '0', 'sleep ' * 6 + 'page')):
+            with self.subTest(codes):
+                self.write('codes', codes.replace(' ', '\n') + '\n')
+                out = self.shell('cd %s; sh nightly.sh' % self.dir)[1]
+                self.assertEqual(out.split(), said.split())
 
     def test_every_reason_and_exit_code_is_in_the_tables(self):
         with open(os.path.join(HERE, 'README.md'),
