@@ -4217,7 +4217,8 @@ def gate_started(case):
     state = connection_state(case)
     if state.reason == 'server_initializing':
         return state
-    return passed(state.fact)
+    return passed(state.fact if not state.reason else
+                  'It was looked at, which is all that this gate asks.')
 
 
 def _filter(case, name, hint, unsafe, is_safe):
@@ -11358,6 +11359,8 @@ def cmd_token_create(world, options):
                              % name)
         save_token(con, token, hash_token(con, world, secret))
         _record_token(con, world, name, 'create')
+    world.tell('the token is shown this once; send it as the header '
+               'X-API-Key, or set PREFLIGHT_API_KEY to it')
     row = _token_row(token)
     return dict([('name', row.pop('name')), ('token', secret)], **row)
 
@@ -12792,12 +12795,14 @@ def asked_refs(tools):
     pairs = []
     for item in tools:
         if not is_table(item):
-            raise HttpError(400, 'an entry of tools must be an object')
+            raise HttpError(400, 'an entry of tools must be an object, such '
+                            'as {"id": "server:tool"}')
         name, pin = item.get('id'), item.get('pin_hash')
         if name is None or len(item) > 1:
             only_keys(item, ('id', 'pin_hash'), ' in an entry of tools')
         if not is_text(name) or not (pin is None or is_text(pin)):
-            raise HttpError(400, 'id and pin_hash must be strings')
+            raise HttpError(400, 'an entry of tools needs an id; id and '
+                            'pin_hash must be strings')
         pairs.append((name, pin or ''))
     return unique_refs(pairs)
 
@@ -12818,7 +12823,8 @@ def parse_check(data, has_own_tools):
     tools = typed(table, 'tools', is_list, 'an array')
     if tools is not None or not has_own_tools:
         if tools is None:
-            raise HttpError(400, 'tools is missing')
+            raise HttpError(400, 'tools is missing, such as {"tools": '
+                            '[{"id": "server:tool"}]}')
         refs = asked_refs(tools)
     wait_ms = typed(table, 'wait_ms', is_wait, 'an integer from 0 to %d'
                     % MAX_WAIT_MS)
@@ -14232,7 +14238,8 @@ class Service:
             return request, None, run
         who = self.identify(peer, request)
         if who is None:
-            raise HttpError(401, 'a credential is missing or wrong', [
+            raise HttpError(401, 'a credential is missing or wrong: send '
+                            'X-API-Key or Authorization: Bearer', [
                 ('WWW-Authenticate', 'Bearer realm="preflight"')])
         if tier == OPERATOR and who.tier != OPERATOR:
             raise HttpError(403, 'this is for the operator only')
@@ -14972,7 +14979,7 @@ COMMANDS = {
         cmd_token_create, (
             _text('--servers', 'A,B', 'the servers in scope; * for all'),
             _text('--profile', 'P', 'the scope is this profile, always'),
-            _text('--expires', 'D', 'such as 90d, or never',
+            _text('--expires', 'D', 'such as 30d, or never; 90d unless set',
                   default='90d'),
             _text('--require', 'ID[=PIN]', 'a tool that a check without '
                   'tools asks for; may be repeated', action='append')),
@@ -15038,6 +15045,9 @@ def _find_command(words):
             return verb
     if not words:
         raise UsageError('no command was given', 'See: preflight.py --help')
+    if words[0] == 'help':
+        raise UsageError('there is no command help', 'See: preflight.py '
+                         '--help, preflight.py COMMAND --help')
     if words[0][:1] == '-':
         raise UsageError('unknown option %s before the command' % words[0],
                          "A command's own options stand after it.")
@@ -15114,8 +15124,9 @@ def parse_argv(argv):
                              'See: %s --help' % leaf.prog)
     seen.ids = ids + [_decode(word) for word in after]
     if seen.ids and not COMMANDS[verb].takes:
-        raise UsageError('%s takes no %s' % (leaf.prog,
-                                             json.dumps(seen.ids[0])))
+        raise UsageError('%s takes no %s' % (
+            ' '.join(verb), json.dumps(seen.ids[0])), 'See: %s --help'
+            % leaf.prog)
     return verb, seen
 
 
