@@ -89,6 +89,8 @@ ENGINE_MS = 3 * SECOND_MS       # for docker to stop, or remove, one
 NOTIFY_MS = 30 * SECOND_MS      # for the command of sync --notify
 COMMIT_PAUSE_MS = 5             # so that a sync never starves the gate
 
+MIN_FREE_BYTES = 32 << 20       # a disk with less is told of
+
 MAX_IDS = 100
 MAX_SUGGESTED = 10              # misses of one request that get suggestions
 MAX_SIDE_BY_SIDE = 16
@@ -110,6 +112,7 @@ HINTS = ('readOnlyHint', 'destructiveHint', 'idempotentHint',
 # The definition's members that are hashed, besides "v" (contract 10).
 HASHED = ('name', 'title', 'description', 'inputSchema', 'outputSchema')
 IGNORABLE = HASHED[1:]          # what ignore_changes may name
+WORDY = HASHED[1:3]             # what it is ever said to be good for
 
 # MCP revisions that are opened by a handshake, newest first, and the
 # stateless ones. They are names: never compare them as text.
@@ -174,6 +177,14 @@ class LoginNeeded(UpstreamError):
 
     def __init__(self, message):
         super().__init__('', message)
+
+
+class Redirected(UpstreamError):
+    """A server sends us elsewhere: the status of its answer, and where."""
+
+    def __init__(self, message, status, place):
+        super().__init__('redirected', message)
+        self.status, self.place = status, place
 
 
 class Interrupted(BaseException):
@@ -297,10 +308,10 @@ Tool.__doc__ = """What the state knows of one tool, at one instant.
 
 listed: in the last good list. hash, version, hints, flaw: as last listed.
 approved: Approval or None. blocked_at: instant of `tools block` or None.
-moves: (how often its definition moved, in how many of the last looks).
-differs: fields in which it is not the approved one, named only where
-ignore_changes or a text that never rests asks for it. ignored: the same,
-where ignore_changes covers all of them.
+moves: (how often its definition moved, in how many of the last looks) since
+an approval. differs: fields in which it is not the approved one, named only
+where ignore_changes or a text that never rests asks for it, and the text of
+that is kept. ignored: the same, where ignore_changes covers all of them.
 """
 
 Approval = namedtuple('Approval', 'hash version hints at how')
@@ -368,11 +379,13 @@ Record = namedtuple('Record', 'type source at request_id actor status '
                               'metadata')
 Record.__doc__ = """One audit record before it has a place in the chain."""
 
-Lock = namedtuple('Lock', 'path launches tools')
+Lock = namedtuple('Lock', 'path launches tools contract at')
+Lock.__new__.__defaults__ = ('', None)
 Lock.__doc__ = """A lockfile: required tools as they were reviewed.
 
 path: as it was named. launches: server name -> (digest, masked text);
-tools: id -> Locked."""
+tools: id -> Locked. contract: name of the one that keeps it as it was at
+that instant, '' for what the file says now."""
 
 Locked = namedtuple('Locked', 'version hash hints text')
 Locked.__doc__ = """One locked tool. version, hash: its pin; text: its
@@ -960,6 +973,11 @@ def is_storable(text):
     return '\0' not in text
 
 
+def unstorable_fact(text):
+    """Say why a text cannot be a key of the store."""
+    return 'holds a NUL' if '\0' in text else 'is not Unicode text'
+
+
 def parse_pin(text):
     """Read 'sha256/v<N>:<64 hex>' into (version, hex), or None."""
     found = re.match(r'sha256/v([0-9]+):([0-9A-Fa-f]{64})\Z', text)
@@ -1498,9 +1516,10 @@ def one_of(*words):
 
 
 def is_http_url(value):
-    """Claim that a value is an HTTP URL."""
+    """Claim that a value is an HTTP URL, with nothing still to encode."""
     try:
-        return is_text(value) and bool(origin_of(value))
+        return (is_text(value) and not re.search(r'[\s\0-\x1f\x7f]', value)
+                and bool(origin_of(value)))
     except ValueError:
         return False
 
@@ -1519,6 +1538,12 @@ def is_auth(value):
         value))
 
 
+def is_credential_name(value):
+    """Claim that a value names a variable, or may name a header."""
+    return is_variable(value) or is_text(value) and is_auth('header:'
+                                                            + value)
+
+
 def is_body(value):
     """Claim that a value can be the body of a probe."""
     return isinstance(value, (str, dict, list))
@@ -1528,8 +1553,9 @@ KIND = {is_text: 'a string', is_flag: 'true or false',
         is_table: 'an object', is_list: 'an array',
         is_texts: 'an array of strings',
         is_duration: 'a duration such as "15m"',
-        is_http_url: 'an http:// or https:// URL',
-        is_variable: 'the name of a variable',
+        is_http_url: 'an http:// or https:// URL without blanks',
+        is_credential_name: 'the name of a variable, or of a header of its '
+                            'entry',
         is_auth: '"bearer" or "header:NAME"',
         is_body: 'a string, an object or an array'}
 
@@ -1603,7 +1629,7 @@ PRESETS = {
 HEALTH_KEYS = {
     'preset': one_of(*PRESETS), 'url': is_http_url,
     'method': one_of('GET', 'HEAD', 'POST'), 'body': is_body,
-    'token_env': is_variable, 'auth': is_auth,
+    'token_env': is_credential_name, 'auth': is_auth,
     'validates_credential': one_of('none', 'presence', 'remote'),
     'tools': is_texts, 'tool': is_text, 'setup': is_text,
     'status_page': is_http_url,
@@ -2032,6 +2058,27 @@ def _flatten(raw, dialect, notes):
     return flat
 
 
+def _close_matches(*args):
+    import difflib
+    return difflib.get_close_matches(*args)
+
+
+def _meant(raw):
+    """Name the key of an entry that was meant for its command or url."""
+    for key in raw:
+        near = [] if key in LAUNCH_KEYS or key in OUR_KEYS or (
+            key in CLIENT_KEYS) else _close_matches(
+                key.lower(), ('command', 'url'), 1)
+        if near:
+            return '; it has %s: did you mean %s?' % (json.dumps(key),
+                                                      near[0])
+    return ''
+
+
+def _lack(raw):
+    return 'it has no command and no url' + _meant(raw)
+
+
 def _transport(raw, flat, dialect, notes):
     """Tell the transport of an entry by its type, command and url."""
     kind, url, row = flat['type'], flat['url'] or '', DIALECTS[dialect]
@@ -2057,11 +2104,11 @@ def _transport(raw, flat, dialect, notes):
         raise BadEntry('it belongs to an extension', 'extension_managed')
     if kind is None:
         raise BadEntry(
-            'it has no command and no url', 'override_only' if raw and
+            _lack(raw), 'override_only' if raw and
             set(raw) <= {'enabled', 'disabled'} else 'no_transport')
-    raise BadEntry('type %s needs a %s' % (
-        kind, 'command' if TRANSPORTS[kind] == 'stdio' else 'url'),
-        'no_transport')
+    raise BadEntry('type %s needs a %s%s' % (
+        kind, 'command' if TRANSPORTS[kind] == 'stdio' else 'url',
+        _meant(raw)), 'no_transport')
 
 
 def _duration(raw, key):
@@ -2234,7 +2281,8 @@ def _base_server(name, entry):
 
 
 def _ignored(raw):
-    table = raw.get('ignore_changes') or {}
+    """Read ignore_changes: (it, what to warn of); raises BadEntry."""
+    table, notes = raw.get('ignore_changes') or {}, []
     for tool, fields in table.items():
         if not is_texts(fields):
             raise BadEntry('ignore_changes.%s must be an array of strings'
@@ -2243,12 +2291,10 @@ def _ignored(raw):
             if field not in IGNORABLE:
                 raise BadEntry('ignore_changes.%s names %s; it takes %s' % (
                     tool, json.dumps(field), ', '.join(IGNORABLE)))
-    return table
-
-
-def _close_matches(*args):
-    import difflib
-    return difflib.get_close_matches(*args)
+        if '*' in tool and tool != '*':
+            notes.append('ignore_changes.%s is no pattern: it is for a tool '
+                         'of just that name; "*" is for all' % tool)
+    return table, notes
 
 
 def _unknown_keys(raw, known, where=''):
@@ -2270,6 +2316,9 @@ def _unknown_keys(raw, known, where=''):
 def _health(raw):
     """Read the `health` of an entry; raises BadEntry."""
     table = dict(raw.get('health') or ())
+    if '${' in str(table.get('url')):
+        raise BadEntry('health.url is not expanded; write the address '
+                       'itself, without ${...}')
     _check(table, HEALTH_KEYS, 'health.')
     one = table.pop('tool', None)
     if one is not None:
@@ -2299,6 +2348,7 @@ def _with_ours(server, raw, file):
                            or raw.get('disabled_tools')):
         raise BadEntry('enabled_tools and disabled_tools are both given')
     health = _health(raw)
+    ignored, notes = _ignored(raw)
     return server._replace(
         env=dict(server.env, **env), headers=dict(server.headers, **headers),
         enabled=_is_on(raw) if flags else server.enabled,
@@ -2316,8 +2366,8 @@ def _with_ours(server, raw, file):
         client=pick('client', raw.get('client'), server.client),
         health=dict(server.health, **health),
         warnings=server.warnings + _unknown_keys(health, HEALTH_KEYS,
-                                                 'health'),
-        ignore_changes=dict(server.ignore_changes, **_ignored(raw)),
+                                                 'health') + notes,
+        ignore_changes=dict(server.ignore_changes, **ignored),
         extra=dict({key: value for key, value in server.extra.items()
                     if key not in gone}, **_lists_at(
             raw, file, ('enabled_tools',), ('disabled_tools',))))
@@ -2372,7 +2422,7 @@ def _bad_name(name):
         return 'its name is empty or has blanks at an end'
     if ':' in name:
         return 'its name holds a ":", which ids are split at'
-    return '' if is_storable(name) else 'its name is not Unicode text'
+    return '' if is_storable(name) else 'its name ' + unstorable_fact(name)
 
 
 def _top_level(file, settings, profiles, warnings):
@@ -2530,6 +2580,19 @@ def _with_named(file, read, warnings):
     return file._replace(table=dict(file.table, mcpServers=found)), paths
 
 
+def _misspelt(table, wanted):
+    """Name the key of a file that was meant for its table of servers."""
+    def plain(name):
+        return re.sub('[^a-z]', '', name.lower())
+    for key, value in table.items():
+        if key not in ('servers', wanted) and (
+                is_table(value) or is_list(value)) and _close_matches(
+                    plain(key), [plain(wanted)], 1, 0.8):
+            return '; there is %s: did you mean %s?' % (json.dumps(key),
+                                                        wanted)
+    return ''
+
+
 def _rows_of(file, warnings):
     """Give (name, raw, notes) of each server in a file."""
     table, found, key = file.table, file.table, DIALECTS[file.dialect].table
@@ -2549,10 +2612,11 @@ def _rows_of(file, warnings):
         elif any(map(_is_entry, table.values())):
             found = table
     if found is None:
-        warnings.append('%s: no server table found; looked for "%s"%s' % (
+        warnings.append('%s: no server table found; looked for "%s"%s%s' % (
             file.path, key, ''.join(
                 '; there is "%s"' % other for other in (
-                    'mcpServers', 'servers', 'mcp') if table.get(other))))
+                    'mcpServers', 'servers', 'mcp') if table.get(other)),
+            _misspelt(table, key)))
         return []
     if file.dialect == 'mcpproxy' and is_list(found):
         rows = {}
@@ -2731,6 +2795,20 @@ def _read_file(file, asked, settings, profiles, warnings):
     warnings += ['%s: %s' % (path, note) for note in _unread(file)]
 
 
+def ungated_fact(settings, server=None):
+    """Say that a lockfile does not gate the tools of a server, or, without
+    one, of any, although it holds the approvals; '' where it does."""
+    if settings.get('approvals') != 'lockfile':
+        return ''
+    what = 'trust_mode of server %s is auto' % json.dumps(server.name) if (
+        server and server.trust_mode == 'auto') else (
+            'quarantine_enabled is false' if not server
+            and not settings['quarantine_enabled'] else '')
+    return what and (
+        '"approvals" is "lockfile" and %s: a tool that the lockfile lacks, '
+        'or has otherwise, is ready all the same' % what)
+
+
 def read_config(sources, dialect='', workspace='', home='', read=None):
     """Read config files, in order, into one Config.
 
@@ -2766,14 +2844,26 @@ def read_config(sources, dialect='', workspace='', home='', read=None):
         if name in entries:
             entries[name] = entries[name]._replace(overlays=tuple(layers))
         else:
-            skipped[name] = ('entry %s in %s was skipped: it has no command '
-                             'and no url' % (json.dumps(name), layers[0][1]))
+            raw, path = layers[0]
+            skipped[name] = 'entry %s in %s was skipped: %s' % (
+                json.dumps(name), path, _lack(raw))
     full = {key: settings.get(key, default)
             for key, (_, default) in SETTINGS.items()}
     for key in ('max_age', 'sync_interval', 'activity_retention'):
         full[key] = parse_duration(full[key]) if full[key] else None
+    warnings += filter(None, [ungated_fact(full)])
     return Config(tuple([path for path, _, _ in sources] + more), entries,
                   skipped, profiles, full, warnings)
+
+
+def _check_header(server):
+    """Hold a health.token_env that is no variable to the headers sent."""
+    name = server.health.get('token_env')
+    if name and not is_variable(name) and name.lower() not in map(
+            str.lower, list(server.headers) + list(
+                server.extra.get('env_headers', ()))):
+        raise BadEntry('health.token_env is neither the name of a variable '
+                       'nor of a header of the entry')
 
 
 def look_up(config, name):
@@ -2800,10 +2890,13 @@ def look_up(config, name):
             marks += ['headers.' + key for key in raw.get('headers') or ()]
             server = over._replace(overlaid=over.overlaid | set(marks),
                                    warnings=over.warnings + notes)
+        _check_header(server)
     except BadEntry as exc:
         return None, 'entry %s in %s was skipped: %s' % (
             json.dumps(name), path, exc)
-    return server, ''
+    fact = ungated_fact(config.settings, server)
+    return server._replace(warnings=server.warnings + [fact]
+                           ) if fact else server, ''
 
 
 def all_servers(config):
@@ -3557,7 +3650,7 @@ def _read_tool(item):
     if not is_text(name) or isinstance(name, Refused) or not name:
         return None, flaw or 'it has no name'
     if not is_storable(name):
-        return None, 'its name is not Unicode text'
+        return None, 'its name ' + unstorable_fact(name)
     parts = {key: item.get(key) for key in HASHED + ('annotations',)}
     flaw = flaw or find_refused(parts)
     if flaw:
@@ -3625,39 +3718,80 @@ def tool_status(tool):
     return APPROVED, ''
 
 
+def fields_of_rule(rules, name):
+    """Give the fields that ignore_changes has for a tool.
+
+    rules: that of its server; a tool's own entry replaces that of '*'.
+    """
+    return rules.get(name, rules.get('*', ()))
+
+
 def ignored_fields(rules, name, differs):
     """Give the fields to ignore: all that differ, or none of them.
 
-    rules: a server's ignore_changes; a tool's own entry replaces that of
-    '*'. One field beyond it, and the tool is changed as a whole.
+    One field beyond the rule, and the tool is changed as a whole.
     """
-    allowed = rules.get(name, rules.get('*', ()))
-    return differs if set(differs) <= set(allowed) else ()
+    return differs if set(differs) <= set(fields_of_rule(rules, name)) else ()
+
+
+def textless_fact(known, tool):
+    """Say that ignore_changes lacks the approved text to work with, or ''."""
+    approved, server = tool.approved, known.server
+    if (not approved or not tool.hash or tool.differs
+            or approved.hash == tool.hash or approved.version != tool.version
+            or not fields_of_rule(server.ignore_changes, tool.name)):
+        return ''
+    if known.lock is None:
+        return 'ignore_changes needs the approved text, which is not kept.'
+    return ('ignore_changes needs the locked text, which %s does not hold: '
+            '`tools lock --full` writes it.' % known.lock.path)
 
 
 def is_restless(tool):
-    """Tell whether it is plain that a tool's text changes by itself."""
+    """Tell whether a tool's text changed more often than releases do.
+
+    Each change that a person approved began the count anew.
+    """
     changes, looks = tool.moves
     return changes >= 3 and 2 * changes >= looks
 
 
-def restless_fact(tool):
-    """Say that a tool's text changes by itself, '' where it is not plain."""
-    if not is_restless(tool) or tool.ignored:
+def _rule_for(server, tool):
+    """Write the ignore_changes that would cover a tool, '' for none.
+
+    Words only, and only where nothing else differs: what a tool takes and
+    gives does not change by itself. What its rule has stays in.
+    """
+    words = set(tool.differs)
+    if not words or not words <= set(WORDY) or tool.name == '*':
         return ''
-    where = '; ' + ', '.join(tool.differs) if tool.differs else ''
-    rule = {tool.name: list(tool.differs or ['description'])}
-    return ("This tool's text changes by itself (%d changes in %d looks%s): "
-            'fix the server, or put "ignore_changes": %s into its entry.' % (
-                tool.moves + (where, json.dumps(rule))))
+    words.update(fields_of_rule(server.ignore_changes, tool.name))
+    rule = {tool.name: [field for field in WORDY if field in words]}
+    place = ('its entry in ' + server.file if server.dialect == 'preflight'
+             else 'an entry for it in a config of our own, as an overlay')
+    return ', or put "ignore_changes": %s into %s' % (json.dumps(rule), place)
 
 
-def moves_text(tool):
+def restless_fact(server, tool):
+    """Say that a tool's text keeps changing, '' where it is not plain.
+
+    The fact first: who has a tool change three times must not get the
+    advice to look away read before it.
+    """
+    if not is_restless(tool) or tool.ignored or tool.flaw:
+        return ''
+    where = ': ' + ', '.join(tool.differs) if tool.differs else ''
+    return ('It changed %d times in %d looks without an approval between%s. '
+            'If it changes by itself, fix the server%s.' % (
+                tool.moves + (where, _rule_for(server, tool))))
+
+
+def moves_text(server, tool):
     """Say how often a tool's text moved of late, '' for at most once."""
     if tool.moves[0] < 2:       # one change is what a diff shows
         return ''
-    return restless_fact(tool) or 'Changed in %d of the last %d looks.' % (
-        tool.moves)
+    return restless_fact(server, tool) or (
+        'Changed in %d of the last %d looks.' % tool.moves)
 
 
 def switched(config_value, switch):
@@ -3707,6 +3841,14 @@ def quarantine_fact(server, switch, launches, settings, seen_launch):
     return launch_fact(server, launches, seen_launch)
 
 
+def lock_label(lock):
+    """Name a Lock: the file, or the contract that keeps what it was."""
+    if not lock.contract:
+        return 'the lockfile ' + lock.path
+    return 'contract %s (%s as of %s)' % (lock.contract, lock.path,
+                                          format_time(lock.at))
+
+
 def lock_fact(server, digest, lock):
     """Say how a server's launch departs from the locked one, or ''.
 
@@ -3718,9 +3860,8 @@ def lock_fact(server, digest, lock):
         return ''
     new = launch_text(server)
     note = ' (only a masked part differs)' if held[1] == new else ''
-    return ('Server %s: launch changed: the lockfile %s has %s, now it is '
-            '%s%s.' % (json.dumps(server.name), lock.path, held[1], new,
-                       note))
+    return 'Server %s: launch changed: %s has %s, now it is %s%s.' % (
+        json.dumps(server.name), lock_label(lock), held[1], new, note)
 
 
 def locked_approval(lock, server, tool):
@@ -3891,9 +4032,20 @@ def lock_line(how, tool, path=''):
                         name)
 
 
+def _renew(case):
+    """Word the remedy for what is not as a contract's lockfile was."""
+    how, lock = case.question.how, case.question.lock
+    path = shell_word(lock.path)
+    return 'Review it: %s; once that file holds it, run: %s' % (
+        command_line(how, 'tools verify --lock=' + path),
+        command_line(how, 'contract add --lock=' + path, lock.contract))
+
+
 def _review(case, path=''):
     """Word the remedy for a tool that is not the locked one."""
     tool, words = case.tool, 'tools diff'
+    if path and case.question.lock.contract:
+        return _renew(case)
     if not tool.hash or safe_text(case.ref.id) != case.ref.id:
         return _run(case, words, case.ref.id)
     if path:
@@ -3991,8 +4143,11 @@ def connection_state(case):
     if link.state == 'error':
         show = _run(case, 'servers show', known.server.name)
         cause = link.cause
-        return stopped('server_unhealthy', 'Server %s: %s.' % (
-            name, (link.detail or cause).rstrip('.')),
+        # what no time cures is mended in a file: which one? (contract 9)
+        where = (' (%s)' % case.question.places if cause in STUCK_CAUSES
+                 else '')
+        return stopped('server_unhealthy', 'Server %s: %s%s.' % (
+            name, (link.detail or cause).rstrip('.'), where),
             sync if action_of('server_unhealthy', cause) == 'restart'
             else show, cause)
     if is_old:
@@ -4045,9 +4200,10 @@ def gate_quarantine(case):
     fact = lock and lock_fact(known.server, known.launch, lock)
     if fact:
         return stopped(
-            'server_quarantined', fact, 'Review it, then run: '
-            + command_line(case.question.how, 'servers approve --lock='
-                           + shell_word(lock.path), case.ref.server))
+            'server_quarantined', fact, _renew(case) if lock.contract else
+            'Review it, then run: ' + command_line(
+                case.question.how, 'servers approve --lock='
+                + shell_word(lock.path), case.ref.server))
     fact = known.quarantined
     if not fact:
         return passed('The server is not quarantined; %s.'
@@ -4110,8 +4266,10 @@ def is_trusting(case):
             and case.known.server.trust_mode != 'auto')
 
 
-def _with_moves(fact, tool):
-    return ' '.join(filter(None, (fact, restless_fact(tool))))
+def _with_moves(fact, case):
+    known, tool = case.known, case.tool
+    return ' '.join(filter(None, (fact, textless_fact(known, tool),
+                                  restless_fact(known.server, tool))))
 
 
 def gate_changed(case):
@@ -4127,9 +4285,8 @@ def gate_changed(case):
     risks = riskier_hints(held.hints, case.tool.hints) if held else ()
     status, why = tool_status(case.tool)
     if risks and not case.tool.flaw:
-        return stopped('tool_changed', 'Hints became riskier than in the '
-                       'lockfile %s: %s.' % (case.question.lock.path,
-                                             ', '.join(risks)),
+        return stopped('tool_changed', 'Hints became riskier than in %s: %s.'
+                       % (lock_label(case.question.lock), ', '.join(risks)),
                        _review(case, case.question.lock.path))
     if status != CHANGED:
         ignored = ', '.join(case.tool.ignored)
@@ -4144,7 +4301,7 @@ def gate_changed(case):
     if lock:
         since = ' (lockfile %s)' % lock.path
     return stopped('tool_changed', _with_moves('%s%s%s.' % (
-        why[0].upper(), why[1:], since), case.tool),
+        why[0].upper(), why[1:], since), case),
         _review(case) if lock else _run(case, 'tools diff', case.ref.id))
 
 
@@ -4159,7 +4316,7 @@ def gate_pending(case):
                        '%s.' % case.known.lock.path, _review(case))
     return stopped('tool_pending_approval', _with_moves(
         'First listed %s; nobody has approved it since.'
-        % format_time(case.tool.first_seen), case.tool),
+        % format_time(case.tool.first_seen), case),
         _run(case, 'tools diff', case.ref.id))
 
 
@@ -4175,7 +4332,7 @@ def gate_pin(case):
     held, word = _locked(case), 'Pinned'
     remedy = _run(case, 'tools show', case.ref.id)
     if held and tool and pin == (held.version, held.hash):
-        word = 'Locked in %s' % case.question.lock.path
+        word = 'Locked in ' + lock_label(case.question.lock)
         remedy = _review(case, case.question.lock.path)
     if pin is None:
         fact, cause = AGENT_TEXTS['pin_form'][0], 'pin_form'
@@ -4398,10 +4555,13 @@ def _lock_table(path, data):
     if not is_table(table) or 'lockfileVersion' not in table:
         raise LockError(path, 'has no lockfileVersion: it is not a lockfile '
                         'of preflight.py')
-    number = table['lockfileVersion']
-    if type(number) is not int or number != LOCK_VERSION:
+    number = json.dumps(table['lockfileVersion'])
+    found = re.search(r'"lockfileVersion"\s*:\s*([0-9.eE+-]*[.eE]'
+                      r'[0-9.eE+-]*)', text)    # 1.0, which is read as 1
+    if found or number != str(LOCK_VERSION):
         raise LockError(path, 'has lockfileVersion %s, this version reads %d'
-                        % (json.dumps(number), LOCK_VERSION))
+                        % (found.group(1) if found else number,
+                           LOCK_VERSION))
     for key in ('servers', 'tools'):
         if not is_table(table.get(key)):
             raise LockError(path, '%s must be an object' % key)
@@ -5159,15 +5319,22 @@ def render_report(report, width):
 
 
 def record_line(activity):
-    """Say what a check found, as one readable phrase (contract 8)."""
-    data = activity['metadata']
-    if activity['type'] == 'health':
+    """Say what a check found, as one readable phrase (contract 8).
+
+    A record that another service tells may lack what ours have.
+    """
+    data, kind = activity.get('metadata'), activity.get('type')
+    needed = {'preflight': 'ids_count', 'health': 'overall'}.get(kind)
+    if not is_table(data) or needed and needed not in data:
+        return ' '.join(filter(is_text, map(activity.get, (
+            'status', 'server_name', 'tool_name'))))
+    if kind == 'health':
         return '%s: %s' % (data['overall'], ', '.join(
             '%s %s (%s)' % (row['server'], row['state'], row['reason'])
             for row in data['servers']))
-    if activity['type'] == 'contract' and 'server' in data:
+    if kind == 'contract' and 'server' in data:
         return contract_line(data['contract'], data['tools'])
-    if activity['type'] != 'preflight':
+    if kind != 'preflight':
         what = (data.get('server') or data.get('token')
                 or data.get('contract') or ', '.join(data.get('tools') or ()))
         return ('%s %s' % (data.get('action') or data.get('state')
@@ -5381,9 +5548,8 @@ def render_verify(found):
 
 def render_activities(found, width):
     """Write audit records, a line each (contract 8)."""
-    rows = [{'time': row['timestamp'], 'id': row['id'], 'type': row['type'],
-             'actor': row['actor'], 'request_id': row['request_id'],
-             'what': record_line(row)} for row in found['activities']]
+    rows = [dict(row, time=row.get('timestamp'), what=record_line(row))
+            for row in found['activities']]
     text = render_rows(rows, ('time', 'id', 'type', 'actor', 'request_id',
                               'what'), width)
     return text + '%d of %s\n' % (len(rows), plural(found['total'],
@@ -5400,7 +5566,7 @@ def render_activities(found, width):
 
 World = namedtuple('World', (
     'env how home configs dialect workspace now clock sleep random stop '
-    'ask tell width ca_file url request_id'))
+    'ask tell width said ca_file url request_id'))
 World.__new__.__defaults__ = ('', '', '')
 World.__doc__ = """What a command may know of its surroundings.
 
@@ -5409,11 +5575,19 @@ state directory. configs: paths as named, () for the state's own file.
 now() -> ms; clock() -> monotonic seconds; random(n) -> bytes. stop: signal
 numbers that arrived. ask(question) -> bool, ask(question, choices) -> one
 of them, whose initials differ; tell(line) writes to stderr. width: columns
-of the terminal that stdout is, 0 when it is none.
+of the terminal that stdout is, 0 when it is none. said: set of what is told
+once in a run, and was (tell_once).
 ca_file: certificates to trust besides the system's, '' for none. url: the
 service to ask instead of the state, '' for none. request_id: that the audit
 records of this run carry, '' for none.
 """
+
+
+def tell_once(world, line):
+    """Tell what holds for all of a run, unless this run has told it."""
+    if line not in world.said:
+        world.said.add(line)
+        world.tell(line)
 
 
 class Deferral:
@@ -5713,6 +5887,23 @@ ASIDE = ('Restore a backup of it. If there is none: move it aside, with what '
          'lockfile or pins then.')
 
 
+def _disk_error(text, path):
+    """Word what a disk does to the database: is there no room?"""
+    import shutil
+    place, is_full = os.path.dirname(path), 'is full' in text
+    try:
+        free = shutil.disk_usage(place).free
+        is_full = is_full or free < MIN_FREE_BYTES
+        text += '; %s has %d MB free' % (place, free >> 20)
+    except OSError:
+        pass                    # the error itself says enough
+    return StoreError(
+        'the state database %s failed: %s' % (path, text),
+        'Make room there, or pass --home DIR.' if is_full else 'The disk '
+        'fails, or a quota is used up: see what the system logs, or pass '
+        '--home DIR.')
+
+
 def store_error(exc, path):
     """Translate an sqlite3 error into one sentence."""
     text = str(exc)
@@ -5725,6 +5916,8 @@ def store_error(exc, path):
     if 'readonly' in text or 'unable to open' in text:
         return StoreError('the state database %s cannot be written: %s'
                           % (path, text))
+    if 'disk I/O' in text or 'is full' in text:
+        return _disk_error(text, path)
     return StoreError('the state database %s failed: %s' % (path, text))
 
 
@@ -5838,9 +6031,9 @@ class Store:
     def __init__(self, home, world, busy_ms=None):
         make_home(home)
         if os.name != 'nt' and os.stat(home).st_mode & 0o1002 == 2:
-            world.tell('warning: everybody may write to the state directory '
-                       '%s, so its approvals are anybody\'s: chmod 700 %s'
-                       % (home, shell_word(home)))
+            tell_once(world, 'warning: everybody may write to the state '
+                      'directory %s, so its approvals are anybody\'s: chmod '
+                      '700 %s' % (home, shell_word(home)))
         self.home, self.world = home, world
         self.busy_ms = BUSY_TIMEOUT_MS if busy_ms is None else busy_ms
         self.path = os.path.join(home, 'preflight.db')
@@ -6248,8 +6441,21 @@ def save_link(con, server_id, link):
     bump_generation(con)
 
 
+def reset_moves(con, ids, names):
+    """Count the moves of tools anew: what they came to is approved.
+
+    ids: of server rows; names: of tools.
+    """
+    con.executemany('update tool set looks=0, changes=0 where server=? and '
+                    'name=?', [(row_id, name) for row_id in ids
+                               for name in names])
+
+
 def save_tools(con, server_id, rows, gone, now):
-    """Replace a server's list: rows are Definitions, gone are names."""
+    """Replace a server's list: rows are Definitions, gone are names.
+
+    A flaw has no text: none moved to it or from it.
+    """
     con.executemany('insert or ignore into definition values(?, ?)',
                     [(t.hash, t.text) for t in rows if t.hash])
     con.executemany('update tool set listed=0 where server=? and name=?',
@@ -6261,9 +6467,9 @@ def save_tools(con, server_id, rows, gone, now):
                  'kept': (1 << MOVES_KEPT) - 1}
         done = con.execute(
             'update tool set looks=looks+1, changes=(changes<<1 | '
-            '(hash<>:hash)) & :kept, listed=1, hash=:hash, '
-            'version=:version, hints=:hints, flaw=:flaw, last_seen=:now '
-            'where server=:server and name=:name', given)
+            "(hash<>:hash and hash<>'' and :hash<>'')) & :kept, listed=1, "
+            'hash=:hash, version=:version, hints=:hints, flaw=:flaw, '
+            'last_seen=:now where server=:server and name=:name', given)
         if not done.rowcount:
             con.execute('insert into tool values(:server, :name, 1, :hash, '
                         ':version, :hints, :flaw, 0, :now, :now, 1)', given)
@@ -6303,12 +6509,19 @@ def save_carried(con, name, file, link, tools):
 
 # -- what the operator decides ------------------------------------------------
 
+def load_row_ids(con, name):
+    """Load the ids of all rows of a server name, one for each file."""
+    return [row[0] for row in con.execute(
+        'select id from server where name=?', (name,))]
+
+
 def save_approvals(con, name, launch, tools, how):
     """Make definitions the approved ones; how: (word, instant)."""
     con.executemany(
         'insert or replace into approved values(?, ?, ?, ?, ?, ?, ?, ?)',
         [(name, launch, tool.name, tool.hash, HASH_VERSION,
           canonical(tool.hints), how[1], how[0]) for tool in tools])
+    reset_moves(con, load_row_ids(con, name), [tool.name for tool in tools])
     bump_generation(con)
 
 
@@ -6326,6 +6539,7 @@ def copy_approvals(con, name, old, new, now):
         "insert or ignore into approved select server, ?, name, hash, "
         "version, hints, ?, 'carried' from approved where server=? and "
         'launch=?', (new, now, name, old))
+    reset_moves(con, load_row_ids(con, name), load_approved(con, name, new))
     bump_generation(con)
     return done.rowcount
 
@@ -6653,7 +6867,8 @@ def windows_names(command, env):
     return [command + kind for kind in kinds if kind]
 
 
-def find_command(command, base, env, is_windows=os.name == 'nt'):
+def find_command(command, base, env, is_windows=os.name == 'nt',
+                 cure='give an absolute path or set env.PATH'):
     """Resolve a command as the config's author meant it.
 
     With a slash it is relative to base, else it is looked up in the PATH of
@@ -6674,11 +6889,27 @@ def find_command(command, base, env, is_windows=os.name == 'nt'):
             return each
     if not is_path:
         raise UpstreamError(
-            'command_not_found', "command '%s' not found; PATH was %s; give "
-            'an absolute path or set env.PATH' % (command, path))
+            'command_not_found', "command '%s' not found; PATH was %s; %s"
+            % (command, path, cure))
     raise UpstreamError('command_not_found', 'command %s %s' % (
         os.path.join(base, command), 'is not executable'
         if any(map(os.path.exists, found)) else 'not found'))
+
+
+def find_server_command(server, env):
+    """Resolve the command of a server that is started.
+
+    One that holds its arguments too is a slip: it is told as it is written.
+    Raises UpstreamError command_not_found.
+    """
+    try:
+        return find_command(server.command, server.base, env)
+    except UpstreamError as exc:
+        if re.search(r'\S\s', server.command) and not str(exc).endswith(
+                'is not executable'):
+            exc.args = ("command '%s' not found; it holds a blank: "
+                        'arguments belong into args' % server.command,)
+        raise
 
 
 def batch_line(path, args, env):
@@ -7219,6 +7450,15 @@ class CommandLink(CHILD_LINK):
             self.world.sleep(seconds)
 
 
+def find_ours(command, env):
+    """Resolve a command of the operator's, who has no entry to mend.
+
+    Raises UpstreamError, or OSError where the directory is gone.
+    """
+    return find_command(command, os.path.abspath('.'), env,
+                        cure='give an absolute path')
+
+
 def feed_command(words, data, world):
     """Run a command of the operator's on some input: '' or what failed.
 
@@ -7230,7 +7470,7 @@ def feed_command(words, data, world):
     env = {name: value for name, value in world.env.items()
            if not name.startswith('PREFLIGHT_')}
     try:
-        path = find_command(words[0], os.path.abspath('.'), env)
+        path = find_ours(words[0], env)
     except (OSError, UpstreamError) as exc:
         return str(exc)
     link = CommandLink([path] + words[1:], '.', env, world)
@@ -7510,6 +7750,7 @@ class HttpLink:
         followed: no credential may reach another host.
         """
         from urllib.parse import urljoin
+        asked, is_circle = plain_url(url), False
         for _ in range(4):
             reply = self._once(method, url, headers, body, deadline)
             place = reply.headers.get('location')
@@ -7524,8 +7765,13 @@ class HttpLink:
                 break
             if reply.status not in (307, 308):
                 break
-        raise UpstreamError('redirected', 'redirected to %s, set that URL'
-                            % plain_url(url))
+        else:
+            is_circle = True
+        place = plain_url(url)
+        raise Redirected(
+            'redirected to itself' if is_circle or place == asked
+            else 'redirected to what is no HTTP URL' if place == '(no URL)'
+            else 'redirected to %s, set that URL' % place, reply.status, url)
 
     def _once(self, method, url, headers, body, deadline):
         import http.client
@@ -7601,6 +7847,16 @@ class HttpLink:
         return False
 
 
+def peer_uid(sock):
+    """Ask the OS for the user at the other end of a Unix socket."""
+    import socket
+    import struct
+    if not hasattr(socket, 'SO_PEERCRED'):
+        return None
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return struct.unpack('3i', data)[1]
+
+
 class LocalLink(HttpLink):
     """Requests over a Unix socket."""
 
@@ -7614,6 +7870,13 @@ class LocalLink(HttpLink):
         pipe.sock = socket.socket(socket.AF_UNIX)
         pipe.sock.settimeout(pipe.slice())
         pipe.sock.connect(self.path)
+        uid, place = peer_uid(pipe.sock), os.path.dirname(self.path)
+        if uid not in (None, 0, os.getuid(), os.stat(place or '.').st_uid):
+            # who may write in an open directory could bind the name, take
+            # the credential and answer ready
+            raise UpstreamError('refused', 'it is answered by the user %d, '
+                                'who is neither root nor the owner of its '
+                                'directory' % uid)
 
 
 # ==========================================================================
@@ -7625,7 +7888,7 @@ def _child_link(server, environ, world):
     env = child_environment(server, environ)
     base = server.base
     cwd = os.path.join(base, server.cwd) if server.cwd else base
-    command = find_command(server.command, base, env)
+    command = find_server_command(server, env)
     return CHILD_LINK([command] + list(server.args), cwd, env, world)
 
 
@@ -8064,23 +8327,54 @@ def _failure(exc, talk, secrets):
                        [], tail)
 
 
+# What our own details are made of, and what variables hold that are no
+# secrets: were it masked, no detail could be read.
+PLAIN_WORDS = (
+    'redirected to itself, to what is no http url, set that url; tools/list '
+    'failed with error; the server speaks; we know; exited with code before '
+    'initialize, its list was complete; killed by signal; last stderr; no '
+    'answer within, no connection; the name cannot be resolved, reached, '
+    'started: connection refused; closed the connection without an answer; '
+    'the message is larger than bytes; the credential was refused, none is '
+    'configured, token lacks rights; retry-after; https localhost timeout '
+    'trace debug verbose info notice warning critical fatal true false null '
+    'auto default test development staging production json text plain stdio')
+
+
+def is_plain_word(name, value):
+    """Tell whether a variable holds what gives nothing away.
+
+    That is a word that is ours too, or an address without a path; never
+    under a name that tells of a secret.
+    """
+    return not re.match('(?i)%s\\Z' % SECRET_NAME, name) and (
+        value.lower() in PLAIN_WORDS
+        or bool(re.match(r'(?i)https?://[^/?#@\s]+/?\Z', value)))
+
+
 def secrets_of(server, plain, environ):
     """List the values of a server that must never be shown.
 
-    Those of env, headers and URL, but for what chooses code, and of
-    variables elsewhere that are no paths. plain: the server expanded.
+    Those of env, headers and URL, but for what chooses code and plain
+    words, of variables elsewhere that are no paths, and what health probes
+    with. plain: the server expanded.
     """
     texts = list(plain.env.items()) + list(plain.headers.items())
-    words = {text.split(' ')[-1] for _, text in texts if text}
+    words = {text.split(' ')[-1] for name, text in texts
+             if text and not is_plain_word(name, text)}
     named = {text.split(' ')[-1] for name, text in texts if text
              and re.match('(?i)%s\\Z' % SECRET_NAME, name)
              and re.search('/[A-Za-z0-9+/=]{19,}\\Z', text)}
     words.update(url_secrets(plain.url))
     words -= set(launch_value(plain)['env'].values())
+    named_by = dict(PRESETS.get(server.health.get('preset'), ()),
+                    **server.health)
+    words.add(environ.get(named_by.get('token_env') or '', ''))
     for text in texts_of(server).values():
         for name in re.findall(r'(?:\$|\{)(?:\{?env:|\{)? ?(%s)' % NAME,
                                text):
-            words.add(environ.get(name, ''))
+            if not is_plain_word(name, environ.get(name, '')):
+                words.add(environ[name])
     return [word for word in words if len(word) >= 4 and (
         word[0] != '/' or word in named)]       # base64 may begin so
 
@@ -8245,13 +8539,14 @@ def load_approved_text(con, lock, tool):
 
 Row = namedtuple('Row', 'server state cause detail tools added changed '
                         'vanished baseline ms notes broken awaiting was '
-                        'remedy')
-Row.__new__.__defaults__ = ((), 0, None, '')
+                        'remedy approved')
+Row.__new__.__defaults__ = ((), 0, None, '', 0)
 Row.__doc__ = """What a sync says of one server. baseline: True when its
 list was trusted on first use; notes: sentences for the operator; broken:
 lines on the contracts that it broke or mended; awaiting: how many tools
 await an approval; was: (state, cause) at the last look, None for the first;
-remedy: the command to run next, '' for none."""
+remedy: the command to run next, '' for none; approved: how many tools this
+look approved."""
 
 
 def _row(name, state, cause='', detail='', tools=0):
@@ -8266,8 +8561,9 @@ def _compared(con, known, tool):
             and approved.version == tool.version
             and (server.ignore_changes or is_restless(tool))):
         return tool
-    differs = changed_fields(load_approved_text(con, known.lock, tool),
-                             load_definition(con, tool.hash))
+    old = load_approved_text(con, known.lock, tool)
+    differs = changed_fields(old, load_definition(con, tool.hash)
+                             ) if old else ()
     return tool._replace(differs=differs, ignored=ignored_fields(
         server.ignore_changes, tool.name, differs))
 
@@ -8352,7 +8648,8 @@ def _row_of(con, row_id, known, plan, seen):
         detail = '; '.join(found) or detail
     return Row(name, plan.state, plan.cause, detail, len(tools), plan.added,
                plan.changed, plan.vanished, plan.how == 'baseline'
-               and bool(plan.approve), 0, notes, (), awaiting)
+               and bool(plan.approve), 0, notes, (), awaiting,
+               approved=len(plan.approve))
 
 
 def _record_sync(con, world, row, plan, is_same):
@@ -8416,6 +8713,10 @@ def save_observation(store, known, seen, owner, watch=no_watch):
             expires_at=seen.expires_at,
             refused=seen.refused if is_listed else kept.refused))
         if is_listed:
+            if known.lock:      # it may be renewed with nothing run here
+                reset_moves(con, [row_id], [
+                    name for name, tool in before.items() if tool.approved
+                    and tool.approved.hash == tool.hash])
             save_tools(con, row_id, plan.rows, plan.gone, now)
             _save_trust(con, known, plan, launches, now)
         row = _row_of(con, row_id, known, plan, seen)
@@ -8661,9 +8962,11 @@ class Round:
 OFFLINE, DEGRADED, PRESENT, HEALTHY = STATES = (
     'OFFLINE', 'DEGRADED', 'PRESENT (untested)', 'HEALTHY')
 # DEGRADED for a reason that no time cures.
-REFUSED = ('http_401', 'http_403', 'credential_ended')
+REFUSED = ('http_401', 'http_403', 'credential_ended',
+           'credential_malformed')
 NO_UPSTREAM = 'no upstream'
 NOT_VISIBLE = 'its tools are not visible'
+ENDED = 'the credential that is configured has ended'
 NO_TOOLS = 'process is up, lists no tools: usually a missing credential'
 
 Sight = namedtuple('Sight', 'state reason fact visible')
@@ -8673,9 +8976,14 @@ state: '' where a probe decides; reason is then '' or tool_missing. fact: in
 words, '' when there is nothing to say. visible: names of tools.
 """
 
-Credential = namedtuple('Credential', 'source value')
-Credential.__doc__ = """Where a server's credential is kept, and its value
-where that can be read here, else ''. The value is never shown."""
+Credential = namedtuple('Credential', 'source value plugin')
+Credential.__new__.__defaults__ = ('',)
+Credential.__doc__ = """Where a server's credential is kept.
+
+value: where it can be read here, else ''; it is never shown. plugin: of
+Claude Code, that the server is of or that has it as an option: its name,
+with its marketplace where that is known; '' for none.
+"""
 
 Checkup = namedtuple('Checkup', 'server settings sight credential since '
                                 'link how secrets')
@@ -8683,7 +8991,7 @@ Checkup.__doc__ = """One server as `health` found it, before its probe.
 
 settings: of health_settings. since: how long ago it was looked at, None for
 just now or never. link: its Connection or None. how: what started this run.
-secrets: values that no text may hold.
+secrets: values that no text of the server's may hold.
 """
 
 
@@ -8710,8 +9018,10 @@ def health_settings(server):
                 'tools': [], 'setup': '', 'status_page': '', 'costs': False,
                 'notes': {}}
     settings.update(PRESETS.get(given.get('preset'), ()), **given)
-    if settings['token_env'] and not settings['auth']:
-        settings['auth'] = 'bearer'
+    name = settings['token_env']
+    if name and not settings['auth']:       # else it is a header's
+        settings['auth'] = ('bearer' if is_variable(name)
+                            else 'header:' + name)
     return settings
 
 
@@ -8727,8 +9037,9 @@ def _recorded_sight(link, limit, now):
         link.lease_until > (link.observed_at or 0)
         and not is_lease_running(link, now))
     if link is None or not link.state:
-        return Sight(DEGRADED, 'interrupted' if is_cut else 'not_seen',
-                     'never looked at', ())
+        return Sight(DEGRADED, 'interrupted', 'its first look was cut off',
+                     ()) if is_cut else Sight(
+                         DEGRADED, 'not_seen', 'never looked at', ())
     if is_stale(link, limit, now):
         return Sight(DEGRADED, 'stale', 'too old: max_age is %s'
                      % format_duration(limit) if now >= link.observed_at
@@ -8810,18 +9121,40 @@ def health_state(sight, probe, validates):
 def own_credential(name, plain, environ):
     """Find a credential that can be read here, by the variable's name.
 
-    The value is what the server gets: its own env beats the shell's, as
-    when it is started. plain: the server expanded. Gives None without one.
+    The value is what the server gets: what its own env says of the name
+    beats the shell's, even where it says nothing. plain: the server
+    expanded. Gives None without one.
     """
     headers = {key.lower(): value for key, value in plain.headers.items()}
-    given = plain.env.get(name) or headers.get(name.lower()) or ''
-    if '${' in given or not given.strip():      # it has no value
-        given = ''
-    is_removed = name in plain.env and plain.env[name] is None
-    shell = '' if is_removed else environ.get(name, '')
-    if given and given != shell:
-        return Credential('config', given)
-    return Credential('shell env', shell) if shell.strip() else None
+    given = shell = environ.get(name, '')
+    if name in plain.env:
+        given = plain.env[name] or ''
+    elif name.lower() in headers:
+        given = headers[name.lower()]
+    elif plain.transport == 'stdio':
+        given = child_environment(plain, environ).get(name, '')
+    if not given.strip() or '${' in given and given != shell:
+        return None
+    return Credential('shell env' if given == shell else 'config', given)
+
+
+def _variables_in(text):
+    return re.findall(r'\$\{?(?:env:)?([A-Za-z_][A-Za-z0-9_]*)', text)
+
+
+def sent_source(server, plain, environ):
+    """Tell where the credential is kept that a server over HTTP is sent."""
+    headers = {name: value for name, value in plain.headers.items()
+               if '${' not in value}        # else it has no value
+    if plain.transport == 'stdio' or not has_credential(
+            plain._replace(headers=headers)):
+        return 'none'
+    names = _variables_in(' '.join([server.url or ''] + [
+        server.headers.get(name, '') for name in headers]))
+    names += [server.extra.get('bearer')]
+    names += server.extra.get('env_headers', {}).values()
+    return 'shell env' if any(map(environ.get, filter(None, names))) else (
+        'config')
 
 
 def plugin_options(server, name):
@@ -8831,36 +9164,36 @@ def plugin_options(server, name):
         r'\$\{user_config\.([^}]+)\}', text)}
 
 
-def user_config_source(settings, secrets, names):
-    """Look for an option among those that Claude Code keeps: the source.
+def user_config_source(settings, secrets, names, plugin):
+    """Look for an option among those that Claude Code keeps.
 
     settings, secrets: its two files as read, None for one that cannot be.
-    Of secrets nothing but the names is looked at.
+    Of secrets nothing but the names is looked at. plugin: the one whose
+    options count, '' for any. Gives (source, key of the plugin).
     """
-    found, is_unknown = set(), False
+    is_unknown = False
     for table, key in ((settings, 'pluginConfigs'),
                        (secrets, 'pluginSecrets')):
         plugins = table.get(key, {}) if is_table(table) else None
         if not is_table(plugins):
             is_unknown = True
             continue
-        for plugin in plugins.values():
+        for owner, options in plugins.items():
             if key == 'pluginConfigs':
-                plugin = plugin.get('options') if is_table(plugin) else None
-                plugin = {word: 0 for word, value in plugin.items()
-                          if value not in (None, '')} if is_table(
-                              plugin) else plugin
-            found.update(word.lower() for word in plugin or ()
-                         if is_table(plugin))
-    if names & found:
-        return 'userConfig'
-    return 'unknown' if is_unknown else 'none'
+                options = options.get('options') if is_table(
+                    options) else None
+            found = {word.lower() for word, value in options.items()
+                     if key == 'pluginSecrets' or value not in (None, '')
+                     } if is_table(options) else set()
+            if names & found and plugin in ('', owner.partition('@')[0]):
+                return 'userConfig', owner
+    return 'unknown' if is_unknown else 'none', ''
 
 
 def why_skipped(sight, settings, credential, may_pay):
     """Say why no probe may be sent, '' when one may."""
     if sight.state:
-        return NOT_VISIBLE
+        return ENDED if sight.reason == 'credential_ended' else NOT_VISIBLE
     if not settings['url']:
         return NO_UPSTREAM
     if settings['auth'] and not credential.value:
@@ -8870,36 +9203,86 @@ def why_skipped(sight, settings, credential, may_pay):
     return ''
 
 
+def is_page(headers, head):
+    """Tell whether an answer is a page for people, by its first bytes."""
+    if media_type(headers) in ('text/html', 'application/xhtml+xml'):
+        return True
+    if head[:2] in (b'\xff\xfe', b'\xfe\xff'):          # UTF-16
+        head = head[2:].replace(b'\0', b'')
+    blanks = b' \t\r\n\f\v\xef\xbb\xbf'
+    head = head.lstrip(blanks)
+    while head[:4] == b'<!--':
+        head = head.partition(b'-->')[2].lstrip(blanks) or b'<html'
+    return bool(re.match(rb'(?i)<(?:!doctype\s+html|html|head|body)\b',
+                         head))
+
+
+# What of an answer's headers is kept. The API chooses the text: it may hold
+# what it was sent, in whatever spelling.
+WAIT = (r'[0-9]{1,9}(?:\.[0-9]{1,3})?s?\Z|[A-Z][a-z]{2}, [0-9]{2} '
+        r'[A-Z][a-z]{2} [0-9]{4} [0-9]{2}:[0-9]{2}:[0-9]{2} GMT\Z')
+QUOTA_NAME = (r'(?:x-)?ratelimit-remaining(?:-(?:requests|tokens|input|'
+              r'output|project|second|minute|hour|day|week|month|year)){0,2}'
+              r'\Z')
+QUOTA = r'[0-9]{1,15}(?:\.[0-9]{1,3})?(?:[,;] ?(?:[a-z]=)?[0-9]{1,9}){0,3}\Z'
+
+
 def read_answer(status, headers, head):
     """Judge the answer to a probe: (reason, detail).
 
     head: the first bytes of its body. Only 200 is 200.
     """
     if status == 200:
-        is_page = media_type(headers) in (
-            'text/html', 'application/xhtml+xml') or re.match(
-                rb'(?i)[\s\xef\xbb\xbf]*<(?:!doctype\s+html|html)', head)
-        return ('login_page', 'looks like a login page') if is_page else (
-            'ok', '')
+        return ('login_page', 'looks like a login page') if is_page(
+            headers, head) else ('ok', '')
     if status in (401, 403):
         return 'http_%d' % status, ''
-    wait = headers.get('retry-after', '')[:40]
+    wait = headers.get('retry-after', '')
     return ('rate_limited' if status == 429 else 'http_status',
-            wait and 'Retry-After: ' + wait)
+            'Retry-After: ' + wait if re.match(WAIT, wait) else '')
 
 
 def quota_of(headers):
     """List what an answer says of the quota that is left."""
-    return ['%s: %s' % (name[:60], value[:60])
-            for name, value in sorted(headers.items()) if re.match(
-                '(?:x-)?ratelimit-remaining', name)][:5]
+    return ['%s: %s' % (name, value)
+            for name, value in sorted(headers.items())
+            if re.match(QUOTA_NAME, name) and re.match(QUOTA, value)][:5]
+
+
+def redirect_text(asked, place):
+    """Say where a probe was sent on to: no more than an origin.
+
+    asked: the URL of the probe. place: whither; the API chose it.
+    """
+    try:
+        origin, here = origin_of(place), origin_of(asked)
+    except ValueError:
+        return 'redirected to what is no HTTP URL'
+    if origin == here:
+        return 'redirected to itself' if plain_url(place) == plain_url(
+            asked) else 'redirected to another address of its own'
+    return 'redirected to %s://%s' % (origin[0], host_text(origin))
+
+
+def credential_flaw(value):
+    """Say why no header can carry a credential, '' when one can."""
+    if re.match(r'[\x20-\x7e]*\Z', value):
+        return ''
+    if re.match(r'[\x20-\x7e]*[\r\n]+\Z', value):
+        return 'ends with a line break'
+    return 'holds a %s' % (
+        'line break' if re.search(r'[\r\n]', value) else
+        'control character' if re.search(r'[\0-\x1f\x7f]', value) else
+        'character that is not ASCII')
 
 
 def _probe_text(probe, now):
-    if probe['skipped'] in (NOT_VISIBLE, NO_UPSTREAM):
+    if probe['skipped'] in (NOT_VISIBLE, NO_UPSTREAM, ENDED):
         return {NO_UPSTREAM: 'no upstream to probe'}.get(probe['skipped'])
     if probe['skipped']:
         return 'probe skipped: ' + probe['skipped']
+    if probe['reason'] == 'credential_malformed':
+        return 'probe not sent: ' + probe['detail']
     text = 'probe failed' if probe['status'] is None else (
         'probe %d' % probe['status'])
     text += ' in %d ms' % probe['ms']
@@ -8933,63 +9316,129 @@ def _command(case, words):
     return command_line(case.how, words, case.server.name)
 
 
+def _entry(case):
+    """Name the entry of a server, and the file that it stands in."""
+    return 'server %s (%s)' % (json.dumps(case.server.name),
+                               case.server.file)
+
+
+def is_of_plugin(server):
+    """Tell whether a server is one that a plugin of Claude Code brings."""
+    texts = ' '.join(texts_of(server).values())
+    return (server.dialect == 'claude-plugin' or '${user_config.' in texts
+            or '${CLAUDE_PLUGIN' in texts)
+
+
 def _plugin_steps(case):
     """Tell how Claude Code asks again for what a plugin lacks."""
-    texts = ' '.join(texts_of(case.server).values())
-    if not (case.server.dialect == 'claude-plugin'
-            or case.credential.source == 'userConfig'
-            or '${user_config.' in texts or '${CLAUDE_PLUGIN' in texts):
+    if not (is_of_plugin(case.server)
+            or case.credential.source == 'userConfig'):
         return []
-    folder = os.path.dirname(case.server.file)
-    if os.path.basename(folder) in ('.claude-plugin', '.plugin'):
-        folder = os.path.dirname(folder)
-    name = shell_word(os.path.basename(folder) or 'NAME')
-    return ['In Claude Code: /plugin disable %s, then /plugin enable %s, so '
-            'that it asks for its userConfig (claude-code#39827)' % (
-                name, name)]
+    name = shell_word(case.credential.plugin)
+    how = ('/plugin disable %s, then /plugin enable %s' % (name, name)
+           if case.credential.plugin else
+           'disable and enable the plugin of this server with /plugin')
+    return ['In Claude Code: %s, so that it asks for its userConfig '
+            '(claude-code#39827)' % how]
 
 
 def _stderr_steps(case):
-    text = case.link.stderr if case.link and case.link.stderr else ''
+    text = mask_values(case.link.stderr or '' if case.link else '',
+                       case.secrets)
     lines = [line.strip()[:200] for line in text.splitlines()
              if line.strip()]
     return ['Its stderr ends: ' + ' | '.join(lines[-5:])] if lines else []
+
+
+def _wait_step(text, again):
+    """Tell how long to wait; text: what may hold a Retry-After."""
+    found = re.search('Retry-After: (%s)' % WAIT, text)
+    return 'Wait %s, or raise the plan, then run: %s' % (
+        'as Retry-After says: %s' % found.group(1) if found else 'a while',
+        again)
+
+
+def _key_of(case):
+    """Name the key of a server's entry that its credential stands under,
+    '' for none."""
+    name, server = case.settings['token_env'], case.server
+    if name in server.env:
+        return 'env.' + name
+    return next(('headers.' + key for key in server.headers
+                 if name and key.lower() == name.lower()), '')
+
+
+def _credential_place(case):
+    """Name a probe's credential, and where it is kept."""
+    name, source = case.settings['token_env'], case.credential.source
+    if source in ('none', 'unknown'):
+        return name
+    return '%s (%s)' % (name, '%s of %s' % (_key_of(case), _entry(case))
+                        if source == 'config' and _key_of(case) else source)
 
 
 def _offline_steps(case):
     """Tell what may bring a server up."""
     again, setup = _command(case, 'health'), case.settings['setup']
     steps, reason = [setup] if setup else [], case.sight.reason
-    if reason == 'no_tools':
-        name = case.settings['token_env'] or 'the variable of its credential'
-        steps.append('Set %s in the env of server %s (%s), then run: %s' % (
-            name, json.dumps(case.server.name), case.server.file, again))
+    name = case.settings['token_env']
+    if reason == 'no_tools' and name and case.credential.value:
+        steps.append('Check %s, and renew it if it is no longer good, then '
+                     'run: %s' % (_credential_place(case), again))
+    elif reason == 'no_tools':
+        steps.append('Set %s in the env of %s, then run: %s' % (
+            name or 'the variable of its credential', _entry(case), again))
     elif reason in ('http_401', 'http_403'):
         steps.append('Set headers.Authorization for %s (an entry in our own '
                      'config) to a ${VAR}, then run: %s' % (
                          json.dumps(case.server.name), again))
+    elif reason == 'rate_limited':
+        steps.append(_wait_step(case.sight.fact, again))
     return steps + _plugin_steps(case) + _stderr_steps(case)
 
 
 def credential_names(server):
     """Name where the credential of a server over HTTP is configured."""
     names = ['headers.%s%s' % (key, ''.join(
-        ' (%s)' % name for name in re.findall(
-            r'\$\{?(?:env:)?([A-Za-z_][A-Za-z0-9_]*)', value)))
+        ' (%s)' % name for name in _variables_in(value)))
         for key, value in server.headers.items()
         if has_credential(server._replace(url=None, headers={key: value}))]
     names += [name for name in [server.extra.get('bearer')] if name]
     return names + ['its url'] * bool(url_secrets(server.url))
 
 
-def _curl_credential(settings):
-    """Write a probe's credential for curl: the variable's name alone."""
-    name, auth = settings['token_env'], settings['auth']
-    if not (name and auth):
-        return ''
-    head = ('Authorization: Bearer' if auth == 'bearer'
-            else auth.partition(':')[2] + ':')
-    return ' -H "%s $%s"' % (head, name)
+def _by_hand(case):
+    """Write a probe for curl: a step.
+
+    Its credential goes from a variable through a pipe: what no shell has as
+    a command of its own would show it among its arguments.
+    """
+    settings, notes = case.settings, []
+    name, auth, body = [settings[key] for key in ('token_env', 'auth',
+                                                  'body')]
+    words, url = 'curl -sS -i -m 8', plain_url(settings['url'])
+    if settings['method'] == 'HEAD':
+        words += ' -I'
+    elif body is not None:
+        body = body if is_text(body) else compact_json(body)
+        words += " -X %s -H 'Content-Type: application/json' -d %s" % (
+            settings['method'], shell_word(re.sub(r'\s*[\r\n]\s*', ' ', body)))
+    elif settings['method'] != 'GET':
+        words += ' -X %s -d ""' % settings['method']
+    if name and auth:
+        variable = name if is_variable(name) else 'TOKEN'
+        head = ('Authorization: Bearer %s' if auth == 'bearer'
+                else auth.partition(':')[2].replace('%', '%%') + ': %s')
+        words = 'printf %s "$%s" | %s -K -' % (
+            shell_word('header = "%s"\\n' % head), variable, words)
+        if case.credential.source != 'shell env':
+            words = 'read -r %s; %s' % (variable, words)
+            notes.append('paste the value of %s when it waits'
+                         % _credential_place(case))
+    if url != settings['url']:
+        notes.append('add what health.url holds beside this address')
+    return 'Try it by hand%s: %s %s' % (
+        notes and ' (%s)' % '; '.join(notes) or '', words, shell_word(url))
 
 
 def _probe_steps(case, probe):
@@ -8997,33 +9446,49 @@ def _probe_steps(case, probe):
     settings, reason = case.settings, probe['reason']
     again, note = _command(case, 'health'), settings['notes'].get(
         probe['status'])
-    name = settings['token_env'] and '%s (%s)' % (settings['token_env'],
-                                                  case.credential.source)
+    name = settings['token_env'] and _credential_place(case)
     steps = ['%d: %s' % (probe['status'], note)] if note else []
     if reason in ('http_401', 'http_403'):
         steps.append(
-            'Name a credential for the probe in health.token_env of server '
-            '%s (%s)' % (json.dumps(case.server.name), case.server.file)
+            'Name a credential for the probe in health.token_env of %s'
+            % _entry(case)
             if not name else 'Renew %s, then run: %s' % (name, again)
             if reason == 'http_401' else 'Give %s the rights that %s asks '
             'for, or renew it, then run: %s' % (
                 name, plain_url(settings['url']), again))
+    elif reason == 'credential_malformed':
+        steps.append('Correct %s, then run: %s' % (name, again))
     elif reason == 'rate_limited':
-        found = re.match('Retry-After: (.*)', probe['detail'])
-        steps.append('Wait %s, or raise the plan, then run: %s' % (
-            'as Retry-After says: %s' % found.group(1) if found
-            else 'a while', again))
+        steps.append(_wait_step(probe['detail'], again))
     else:
-        if reason in ('login_page', 'redirected'):
-            steps.append('Set health.url of server %s (%s) to an address of '
-                         'the API itself' % (json.dumps(case.server.name),
-                                             case.server.file))
+        if reason == 'login_page' or reason == 'redirected' and (
+                not probe['detail'].endswith('itself')):
+            steps.append('Set health.url of %s to an address of the API '
+                         'itself' % _entry(case))
         if settings['status_page']:
             steps.append('Look at ' + settings['status_page'])
-        steps.append('Try it by hand: curl -sS -i -m 8 -X %s%s %s' % (
-            settings['method'], _curl_credential(settings),
-            shell_word(plain_url(settings['url']))))
+        steps.append(_by_hand(case))
     return steps
+
+
+def _value_step(case):
+    """Tell how a credential that has no value here comes to one."""
+    name, key, server = (case.settings['token_env'], _key_of(case),
+                         case.server)
+    text = (server.env if key[:4] == 'env.' else server.headers).get(
+        key.partition('.')[2]) or '' if key else ''
+    if not key and server.dialect == 'codex' and (
+            server.transport == 'stdio'):
+        return 'name %s in env_vars of %s' % (name, _entry(case))
+    if not key or _variables_in(text) == [name]:
+        return 'set %s in this environment' % name
+    if _variables_in(text):
+        return 'set %s in this environment, which %s of %s reads' % (
+            _variables_in(text)[0], key, _entry(case))
+    if key[:4] == 'env.' and server.env[name] is None:
+        return ('take %s, which removes it, out of %s, and set %s in this '
+                'environment' % (key, _entry(case), name))
+    return 'give %s of %s a value' % (key, _entry(case))
 
 
 def _skipped_steps(case, probe):
@@ -9031,12 +9496,11 @@ def _skipped_steps(case, probe):
     settings = case.settings
     if settings['auth'] and not settings['token_env']:
         return ['Name the credential of the probe in health.token_env of '
-                'server %s (%s)' % (json.dumps(case.server.name),
-                                    case.server.file)]
+                + _entry(case)]
     again = 'health --probe' if settings['costs'] else 'health'
     if settings['auth'] and not case.credential.value:
-        return ['To test the API: set %s in this environment, then run: %s'
-                % (settings['token_env'], _command(case, again))]
+        return ['To test the API: %s, then run: %s' % (
+            _value_step(case), _command(case, again))]
     return ['To test the API%s: %s' % (
         ' (costs money or quota)' if settings['costs'] else '',
         _command(case, again))]
@@ -9049,15 +9513,14 @@ def what_to_do(case, reason, probe):
             'disabled', 'quarantined'):
         steps = _offline_steps(case)
     elif sight.state and reason in REFUSED:
-        steps = ['Renew %s of server %s (%s), then run: %s' % (
+        steps = ['Renew %s of %s, then run: %s' % (
             ', '.join(credential_names(case.server)) or 'the credential',
-            json.dumps(case.server.name), case.server.file,
-            _command(case, 'health'))]
+            _entry(case), _command(case, 'health'))]
     elif reason == 'list_failed':
         steps = _stderr_steps(case)
     if sight.reason == 'tool_missing':
-        steps.append('Correct health.tools of server %s (%s), or the server'
-                     % (json.dumps(case.server.name), case.server.file))
+        steps.append('Correct health.tools of %s, or the server'
+                     % _entry(case))
     if not sight.state and probe['skipped'] not in (None, NO_UPSTREAM):
         steps += _skipped_steps(case, probe)
     elif not sight.state and not probe['skipped']:
@@ -9069,15 +9532,17 @@ def what_to_do(case, reason, probe):
 
 
 def _mask_step(case, step):
-    """Mask a step, but for the command of ours that it ends with.
+    """Mask the credential in a step, but not in the command of ours that
+    it ends with, which must run as it is printed.
 
-    A value of the server's env may be any word: masked, the command would
-    not run as it is printed.
+    What is foreign in it is masked before; our own words may hold the
+    value of any other variable.
     """
     ours = [_command(case, words) for words in sorted(
         {'servers show', 'health --probe'}.union(STEPS.values()))]
     end = next((command for command in ours if step.endswith(command)), '')
-    return mask_values(step[:len(step) - len(end)], case.secrets) + end
+    return mask_values(step[:len(step) - len(end)],
+                       [case.credential.value]) + end
 
 
 def health_row(case, probe, now):
@@ -9085,10 +9550,9 @@ def health_row(case, probe, now):
     state, reason = health_state(case.sight, probe,
                                  case.settings['validates_credential'])
 
-    def clean(text):
-        return mask_values(text, case.secrets)
     return {'server': case.server.name, 'state': state, 'reason': reason,
-            'evidence': clean(evidence_of(case, probe, now)),
+            'evidence': mask_values(evidence_of(case, probe, now),
+                                    [case.credential.value]),
             'tools_visible': len(case.sight.visible),
             'tools_expected': list(case.settings['tools']),
             'credential_source': case.credential.source,
@@ -9133,9 +9597,9 @@ def _send(settings, value, world, deadline):
         headers['Content-Type'] = 'application/json'
         body = (body if is_text(body) else compact_json(body)).encode(
             'utf-8', 'replace')
-    if value and not re.match(r'[\x20-\x7e]+\Z', value):
-        raise UpstreamError('protocol', 'the value of %s holds what no '
-                            'header can carry' % settings['token_env'])
+    if credential_flaw(value):
+        raise UpstreamError('credential_malformed', 'the value of %s %s' % (
+            settings['token_env'], credential_flaw(value)))
     if value and settings['auth'] == 'bearer':
         headers['Authorization'] = 'Bearer ' + value
     elif value:
@@ -9159,19 +9623,30 @@ def _send(settings, value, world, deadline):
         reply.status, plain, head) + (quota_of(plain),)
 
 
-def send_probe(settings, value, world):
+def _probe_failure(exc, settings, value):
+    """Word why a probe got no answer: nothing that the API chose."""
+    text = re.sub(r'(?s)( is no HTTP): .*', r'\1', str(exc))
+    if exc.cause == 'redirected':
+        text = redirect_text(settings['url'], exc.place)
+        if len(value) >= 4:         # a host has no case
+            text = re.sub('(?i)' + re.escape(value), '***', text)
+    return redact(text, [value] + url_secrets(settings['url']))
+
+
+def send_probe(settings, value, world, limit=None):
     """Ask a server's API for one answer: what came of it, as a dict.
 
     value: the credential, '' for none. Nothing of the answer's body is
-    kept. A probe takes no longer than PROBE_TOTAL_MS.
+    kept. limit: milliseconds, when it may take less than PROBE_TOTAL_MS.
     """
     start, at = world.clock(), world.now()
     try:
         status, reason, detail, quota = _send(
-            settings, value, world, start + PROBE_TOTAL_MS / 1000)
+            settings, value, world, start + min(
+                PROBE_TOTAL_MS, limit or PROBE_TOTAL_MS) / 1000)
     except UpstreamError as exc:
-        status, reason, quota = None, exc.cause, []
-        detail = redact(str(exc), [value] + url_secrets(settings['url']))
+        status, reason, quota = getattr(exc, 'status', None), exc.cause, []
+        detail = _probe_failure(exc, settings, value)
         if exc.cause == 'timeout':
             detail += ' within %s' % format_duration(
                 int((world.clock() - start) * 1000))
@@ -9180,8 +9655,11 @@ def send_probe(settings, value, world):
             'detail': detail, 'quota': quota, 'skipped': None}
 
 
-def send_probes(cases, world, may_pay):
-    """Send the probes of Checkups side by side: server name -> probe."""
+def send_probes(cases, world, may_pay, limit=None):
+    """Send the probes of Checkups side by side: server name -> probe.
+
+    limit: as of send_probe.
+    """
     from concurrent.futures import ThreadPoolExecutor
     found, jobs = {}, {}
     with ThreadPoolExecutor(MAX_SIDE_BY_SIDE) as pool:
@@ -9192,7 +9670,8 @@ def send_probes(cases, world, may_pay):
                 found[case.server.name] = no_probe(why)
             else:
                 jobs[case.server.name] = pool.submit(
-                    send_probe, case.settings, case.credential.value, world)
+                    send_probe, case.settings, case.credential.value, world,
+                    limit)
         found.update((name, job.result()) for name, job in jobs.items())
     return found
 
@@ -9212,16 +9691,40 @@ def _claude_file(world, name):
         return None
 
 
+def plugin_of(server):
+    """Name the plugin of Claude Code that brings a server, '' for none or
+    where its manifest does not say."""
+    folder = os.path.dirname(server.file)
+    if os.path.basename(folder) in ('.claude-plugin', '.plugin'):
+        folder = os.path.dirname(folder)
+    for inner in ('.claude-plugin', '.plugin'):
+        path = os.path.join(folder, inner, 'plugin.json')
+        try:
+            table = decode_json(is_of_plugin(server) and read_text(path)
+                                or '{}')
+        except ValueError:
+            continue
+        if is_table(table) and is_text(table.get('name')):
+            return table['name']
+    return ''
+
+
 def find_credential(server, plain, settings, world):
     """Find where the credential of a server's API is kept: Credential."""
-    name = settings['token_env']
+    name, plugin = settings['token_env'], plugin_of(server)
     if not name:
-        return Credential('none', '')
-    return own_credential(name, plain, world.env) or Credential(
-        user_config_source(
+        return Credential(sent_source(server, plain, world.env), '', plugin)
+    found = own_credential(name, plain, world.env)
+    if found is None:
+        source, key = user_config_source(
             _claude_file(world, 'settings.json'),
             _claude_file(world, '.credentials.json'),
-            plugin_options(server, name)), '')
+            plugin_options(server, name), plugin)
+        return Credential(source, '', key or plugin)
+    if settings['auth'] == 'bearer':    # a scheme is added to it
+        found = found._replace(value=re.sub(
+            r'(?i)\A\s*(?:bearer|token)\s+', '', found.value))
+    return found._replace(plugin=plugin)
 
 
 def load_checkup(con, config, name, world, is_live):
@@ -9242,10 +9745,12 @@ def load_checkup(con, config, name, world, is_live):
         now - link.observed_at)
     secrets = (secrets_of(server, plain, world.env) + [credential.value]
                + url_secrets(settings['url']))
-    return Checkup(
-        server, settings, sight_of(known, names, has_credential(plain),
-                                   limit, now), credential, since, link,
-        world.how, secrets), bool(known.disabled)
+    sight = sight_of(known, names, has_credential(plain), limit, now)
+    if link is not None and link.detail:        # what of it is the server's
+        sight = sight._replace(fact=sight.fact.replace(
+            link.detail, mask_values(link.detail, secrets)))
+    return Checkup(server, settings, sight, credential, since, link,
+                   world.how, secrets), bool(known.disabled)
 
 
 def recorded_probe(con, case, limit, now):
@@ -9416,6 +9921,14 @@ def cmd_config_show(world, options):
     return shown[0] if len(shown) == 1 else shown
 
 
+def _blank_command(world, server):
+    try:
+        find_server_command(server, child_environment(server, world.env))
+    except UpstreamError as exc:
+        return ['%s: %s' % (server.name, redact(str(exc)))]
+    return []
+
+
 def cmd_config_check(world, options):
     """Read every entry: {'errors': [...], 'warnings': [...]}."""
     try:
@@ -9430,6 +9943,8 @@ def cmd_config_check(world, options):
         warnings += ['%s: %s' % (server.name, w) for w in server.warnings]
         warnings += ['%s: %s has no value here' % (server.name, name)
                      for name in missing]
+        if not missing and re.search(r'\S\s', server.command or ''):
+            warnings += _blank_command(world, server)
     for name, members in config.profiles.items():
         warnings += ['profile %s names server %s, which is not configured'
                      % (name, json.dumps(member)) for member in members
@@ -9773,7 +10288,8 @@ def contract_question(world, config, contract, needs):
     """
     lock = None
     if contract.lock:
-        lock = parse_lock(contract.path, contract.lock.encode('utf-8'))
+        lock = parse_lock(contract.path, contract.lock.encode('utf-8')
+                          )._replace(contract=contract.name, at=contract.at)
     return Question(unique_refs(needs), operator(config), frozenset(),
                     world.now(), config.settings, world.how,
                     places_of(world), 0, lock)
@@ -9903,9 +10419,10 @@ def tell_sync(world, rows, lock=None):
     if first:
         world.tell('trusted on first use: %s, %s; %s' % (
             plural(len(first), 'server'),
-            plural(sum(row.tools for row in first), 'tool'),
+            plural(sum(row.approved for row in first), 'tool'),
             'this check compares them with %s, one without --lock with '
-            'nothing.' % lock.path if lock else 'nothing to compare with. '
+            'nothing.' % lock_label(lock) if lock else
+            'nothing to compare with. '
             'Keep the state directory %s or commit a lockfile (tools lock).'
             % world.home))
 
@@ -10015,6 +10532,20 @@ def split_notify(text):
     return words
 
 
+def read_notify(world, text):
+    """Read --notify into words, None without; its program must be there.
+
+    So that it is known before anything runs, and not when there is news.
+    """
+    words = split_notify(text)
+    try:
+        if words:
+            find_ours(words[0], world.env)
+    except (OSError, UpstreamError) as exc:
+        raise UsageError('--notify: %s' % exc) from exc
+    return words
+
+
 def _claim_news(store, config):
     """Take what no --notify has delivered yet: (events, what was told).
 
@@ -10103,7 +10634,7 @@ def _tell_turned(world, rows):
 
 def cmd_sync(world, options):
     """Look at servers: (Rows, names that are not configured)."""
-    words = split_notify(options.notify)
+    words = read_notify(world, options.notify)
     limit = parse_limit(options.timeout)
     check_request_id(options.request_id)
     world = world._replace(request_id=options.request_id or '')
@@ -10171,11 +10702,14 @@ def cmd_health(world, options):
             cases, off = _checkups(con, world, config, servers,
                                    not options.cached)
         cases += off if options.ids else []
+        if options.cached:          # else the looks have told
+            warn_of(world, config, {case.server.name for case in cases})
         if not cases and not unknown:
             raise UsageError('there is no server to look at',
                              'See `servers list`; one that is switched off '
                              'must be named.')
-        probes, now = send_probes(cases, world, options.probe), world.now()
+        probes = send_probes(cases, world, options.probe, limit)
+        now = world.now()
         rows = [health_row(case, probes[case.server.name], now)
                 for case in cases]
         rows += [unknown_row(name, look_up(config, name)[1], near, world.how)
@@ -10229,7 +10763,7 @@ def _note_of(server, tool):
                'ignore_changes of server %s leaves out (%s).' % (
                    ', '.join(tool.ignored), json.dumps(server.name),
                    server.file) if tool.ignored else '')
-    return ' '.join(filter(None, (ignored, moves_text(tool))))
+    return ' '.join(filter(None, (ignored, moves_text(server, tool))))
 
 
 def _tools_of(con, config, server, only=None):
@@ -10341,6 +10875,9 @@ def _diff(con, server, tool, how, lock=None):
     if approved and new and not old:
         note = (note + ' The approved text is not kept here: all of the '
                 'listed one is shown.').strip()
+        if fields_of_rule(server.ignore_changes, tool.name):
+            note += ' ignore_changes needs it%s.' % (
+                ': `tools lock --full` writes it' if lock else '')
     diff = {
         'id': name, 'status': status, 'why': why or None,
         'approved_hash': format_hash(approved.version, approved.hash)
@@ -10659,6 +11196,13 @@ def _check_locked_launch(snap, how, job, name):
             how, 'servers approve --lock=' + shell_word(job.path), name))
 
 
+def _fault_text(exc):
+    """Write an error, and what to do about it, as sentences."""
+    text = str(exc)
+    return ' '.join(filter(None, (
+        text if text.endswith(('.', '?')) else text + '.', exc.hint)))
+
+
 def _plan_lock(con, config, how, job):
     """Plan what a run of `tools lock` would write: a LockPlan."""
     snap, old, is_whole = open_snapshot(con, config), job.old, job.options.all
@@ -10675,7 +11219,7 @@ def _plan_lock(con, config, how, job):
             tool = plan.tools[text] = _tool_to_lock(snap, how, job, text)
             _check_locked_launch(snap, how, job, tool.server)
         except UsageError as exc:
-            plan.faults.append(('%s %s' % (exc, exc.hint)).strip())
+            plan.faults.append(_fault_text(exc))
             continue
         known, _ = known_of(snap, tool.server)
         plan.lock.launches[tool.server] = (known.launch,
@@ -10736,16 +11280,17 @@ def _settle_lock(world, plan, options):
     todo = [name for name in plan.diffs if name not in names]
     try:
         while todo and (options.yes or world.ask(
-                render_diff(plan.diffs[todo[0]]) + 'Lock %s as it is listed '
-                'now?' % safe_text(todo[0]))):
+                render_diff(dict(plan.diffs[todo[0]], approve=None))
+                + 'Lock %s as it is listed now?' % safe_text(todo[0]))):
             todo.pop(0)
     except UsageError:          # there is nobody to ask
         pass
     for name in todo:
         diff = plan.diffs[name]
         world.tell('%s is %s: %s. Review it: %s' % (
-            json.dumps(name), diff['status'], diff['why'] or diff['note'],
-            command_line(world.how, diff.get('review', 'tools diff'), name)))
+            json.dumps(name), diff['status'],
+            (diff['why'] or diff['note']).rstrip('.'), command_line(
+                world.how, diff.get('review', 'tools diff'), name)))
     if todo:
         raise UsageError('nothing was written: %s awaiting approval' % plural(
             len(todo), 'tool'), 'Review each, then lock it with --expect '
@@ -10819,16 +11364,20 @@ def cmd_tools_lock(world, options):
                                  'nothing was written', 'Run it again.')
             if tokens and not config.lock:
                 _write_approvals(con, world, config, tokens)
+            for tool in map(plan.tools.get, tokens):
+                reset_moves(con, load_row_ids(con, tool.server), [tool.name])
             done = {word: [row['id'] for row in rows if row['result'] == word]
                     for word in ('added', 'renewed', 'removed')}
             return dict(done, action='lock', tools=sorted(
                 name for names in done.values() for name in names),
                 approved=sorted(tokens), tokens=[
                     tokens[name] for name in sorted(tokens)])
-        if tokens or job.data != render_lock(plan.lock).encode('ascii'):
+        is_new = tokens or job.data != render_lock(plan.lock).encode('ascii')
+        if is_new:
             _replace_lock(world, store, job, plan.lock, write)
     for note in _lock_notes(job, plan):
         world.tell(note)
+    world.tell('%s: %s' % ('written' if is_new else 'unchanged', job.path))
     return rows
 
 
@@ -10893,6 +11442,23 @@ def _beside_lock(snap, question):
     return [row for row in drift if row], new
 
 
+def _tell_launch_texts(world, config, lock, names):
+    """Tell where a lockfile shows a launch as its digest does not.
+
+    The digest alone is compared, and people review the text.
+    """
+    for name in names & set(lock.launches):
+        (digest, text), server = lock.launches[name], look_up(config,
+                                                              name)[0]
+        if server and launch_digest(server) == digest and (
+                key_text(launch_text(server)) != key_text(text)):
+            world.tell('note: the lockfile %s says that server %s starts %s, '
+                       'and has the digest of: %s. It was edited, or written '
+                       'by another version; `tools lock` writes it anew.' % (
+                           lock.path, json.dumps(name), text,
+                           launch_text(server)))
+
+
 def cmd_tools_verify(world, options):
     """Check by a lockfile, and say what drifted from it: a Verified.
 
@@ -10903,7 +11469,9 @@ def cmd_tools_verify(world, options):
     if options.lock is None:
         options.lock = config.settings['lockfile']
     question = _question(world, config, options)
-    warn_of(world, config, {ref.server for ref in question.refs})
+    names = {ref.server for ref in question.refs}
+    warn_of(world, config, names)
+    _tell_launch_texts(world, config, question.lock, names)
     with Store(world.home, world) as store:
         with store.write() as con:
             report = judge_all(open_snapshot(con, config), question,
@@ -10934,9 +11502,11 @@ def _write_blocks(con, world, config, ids, verb):
                    now if verb == 'block' else None)
         rows.append({'id': ref.id, 'result': verb + 'ed' if is_on
                      is (verb != 'block') else 'unchanged'})
-    append_record(con, Record(
-        'approval', 'cli', now, '', 'operator', 'success', {
-            'action': verb, 'tools': [row['id'] for row in rows]}))
+    done = [row['id'] for row in rows if row['result'] != 'unchanged']
+    if done:
+        append_record(con, Record(
+            'approval', 'cli', now, '', 'operator', 'success', {
+                'action': verb, 'tools': done}))
     return rows
 
 
@@ -10990,11 +11560,19 @@ def _held_launches(con, config, servers, world):
 
 def _review_tool(world, store, config, name, place):
     """Show one tool until it is decided on: what was done."""
+    is_outdated = False
     while True:
         with store.read() as con:
             server, tool, _ = _find_tool(con, config, name, world)
             diff = _diff(con, server, tool, world.how)
-        if not tool.listed or diff['status'] == APPROVED:
+        is_settled = not tool.listed or diff['status'] == APPROVED
+        if is_outdated:
+            world.tell('%s changed while it was shown%s' % (
+                name, ' and is not listed now; nothing was approved'
+                if not tool.listed else '; what is listed now is approved'
+                if is_settled else ' and is not approved; this is what is '
+                'listed now:'))
+        if is_settled:
             return 'settled meanwhile'
         answer = world.ask(
             '\n-- %s --\n%s' % (place, review_text(diff, 'What about')),
@@ -11011,8 +11589,7 @@ def _review_tool(world, store, config, name, place):
                 _write_approvals(con, world, config, {name: diff['token']})
                 return 'approved'
         except ReviewOutdated:
-            world.tell('%s changed while it was shown and is not approved; '
-                       'this is what is listed now:' % name)
+            is_outdated = True
 
 
 def cmd_tools_review(world, options):
@@ -11314,20 +11891,21 @@ def _required(words):
 
 
 def _token_scope(config, options):
-    """Read --servers or --profile: (names or None, profile or None)."""
-    if (options.servers is None) == (options.profile is None):
-        raise UsageError('give --servers a,b or --profile P')
+    """Read --servers and --profile: (names or None, profile or None)."""
+    if options.servers is None and options.profile is None:
+        raise UsageError('give --servers a,b or --profile P, or both')
     if options.profile is not None:
         operator(config, options.profile)
         if not options.profile:
             raise UsageError('--profile is empty')
+    if options.servers is None:
         return None, options.profile
     names = [name.strip() for name in options.servers.split(',')
              if name.strip()]
     for name in names:
         if name != '*':
             known_server(config, name)
-    return names, None
+    return names, options.profile
 
 
 def _record_token(con, world, name, action):
@@ -11350,6 +11928,9 @@ def cmd_token_create(world, options):
     expires = None
     if options.expires != 'never':
         expires = now + parse_duration(options.expires)
+        if expires == now:
+            raise UsageError('--expires 0 would be over at once; write never '
+                             'for a token without an end')
     token = Token(name, servers, profile, _required(options.require), now,
                   expires)
     secret = 'pfl_agt_' + world.random(32).hex()
@@ -11453,13 +12034,18 @@ def _tell_not_ready(world, name, answers):
     rows = [answer for answer in answers if answer.reason]
     for answer in rows[:MAX_SUGGESTED]:
         near = ', '.join(answer.did_you_mean or ())
-        world.tell('note: %s is not ready now: %s: %s%s' % (
+        world.tell('note: %s is not ready now: %s: %s%s %s' % (
             answer.id, answer.reason, answer.detail,
-            ' Did you mean %s?' % near if near else ''))
+            ' Did you mean %s?' % near if near else '', answer.remediation))
     if len(rows) > MAX_SUGGESTED:
         world.tell('note: %d more are not ready; see: %s' % (
             len(rows) - MAX_SUGGESTED,
             command_line(world.how, 'contract check', name)))
+
+
+def _broken(contract):
+    return {name: fault['event']
+            for name, fault in sorted(contract.held.items())}
 
 
 def cmd_contract_add(world, options):
@@ -11488,12 +12074,17 @@ def cmd_contract_add(world, options):
             row = dict(list(row.items())[:3], result='unchanged')
         else:
             new = _inherit(new, old, contract_faults(snap, question))
+            if new.held:
+                row['broken'] = _broken(new)
             save_contract(con, new.name, new.at, contract_text(new))
             append_record(con, Record(
                 'contract', 'cli', new.at, '', 'operator', 'success', {
                     'action': row['result'], 'contract': new.name,
                     'tools': [need[0] for need in new.needs]}))
     _tell_not_ready(world, new.name, answers)
+    if row.get('broken'):
+        world.tell('note: sync and its --notify tell what changes from now '
+                   'on, not what is broken already')
     return row
 
 
@@ -11502,9 +12093,7 @@ def cmd_contract_list(world, options):
     with Store(world.home, world) as store, store.read() as con:
         found = [read_contract(*row) for row in load_contracts(con)]
     return [{'contract': contract.name, 'tools': len(contract.needs),
-             'lock': contract.path or None,
-             'broken': {name: fault['event'] for name, fault in sorted(
-                 contract.held.items())},
+             'lock': contract.path or None, 'broken': _broken(contract),
              'registered_at': format_time(contract.at),
              'configs': contract.files,
              'needs': [dict({'id': name}, **({'pin': pin} if pin else {}))
@@ -11546,11 +12135,18 @@ def cmd_contract_check(world, options):
 
 # -- the audit log ------------------------------------------------------------
 
+RECORD_TYPES = ('preflight', 'sync', 'approval', 'server', 'token', 'health',
+                'lock', 'contract', 'prune')
+
+
 def _filters_of(world, options):
     def instant(text):
         if text is not None and re.match('[0-9.]+[a-z]', text):
             return world.now() - parse_duration(text)
         return parse_time(text) if text is not None else None
+    if options.type not in (None,) + RECORD_TYPES:
+        raise UsageError('the type of a record is one of ' + ', '.join(
+            RECORD_TYPES))
     if options.status not in (None, 'success', 'blocked'):
         raise UsageError('the status of a record is success or blocked')
     return {'type': options.type, 'status': options.status,
@@ -11771,6 +12367,7 @@ class Import:
         self.table, self.is_approving = table, is_approving
         self.now = world.now()
         self.is_changing, self.lines = False, []    # lines to tell
+        self.others = []        # (Server, remedy) of another launch here
 
     def take(self, name):
         """Take one server over: a row that says what happened."""
@@ -11787,8 +12384,13 @@ class Import:
         is_same = launch_digest(server) == given['launch']['digest']
         notes = self._switch(server, given, is_same)
         if not is_same:
-            notes.insert(0, 'another launch: there %s, here %s' % (
-                given['launch']['text'], launch_text(server)))
+            self.others.append((server, command_line(
+                self.world.how, 'servers approve' if self._held(name)
+                else 'sync', name)))
+            there, here = given['launch']['text'], launch_text(server)
+            notes.insert(0, 'another launch: there %s, here %s%s' % (
+                there, here, ' (only a masked part differs)'
+                if there == key_text(here) else ''))
         else:
             row['result'], why = self._see(server, given)
             notes.append(why)
@@ -11796,9 +12398,14 @@ class Import:
                 row['approved'], why = self._approve(server, given)
                 notes.append(why)
             self._tell_state(server, row, notes)
+            if self._held(name):
+                notes.append('quarantined here: ' + self._held(name))
         self.lines += watch_contracts(self.con, self.world, self.config,
                                       name)
         return dict(row, detail='; '.join(filter(None, notes)) or None)
+
+    def _held(self, name):
+        return load_known(self.con, self.config, name)[0].quarantined
 
     def _tell_state(self, server, row, notes):
         """Add what is now known of the server, and until when."""
@@ -11914,9 +12521,23 @@ def _tell_stale(world, rows):
             row['server'], row['observed_at'], 'since' if is_over
             else 'from', row['stale_at']))
     if found:
-        world.tell('To accept them at any age, name one more config file, '
-                   'with --config: ' + json.dumps({'mcpServers': {
+        world.tell('To accept them at any age, put this into a file, say '
+                   'allow.json: ' + json.dumps({'mcpServers': {
                        row['server']: {'max_age': '0'} for row in found}}))
+        paths = [os.path.abspath(path) for path in config_paths(world)]
+        world.tell('Then run every command with: ' + ' '.join(
+            '--config ' + shell_word(path) for path in paths + [
+                'allow.json']))
+
+
+def _launch_remedy(others):
+    """Say how to take over what was seen under another launch."""
+    return ('For %s: the entry in %s must start what is started there. Make '
+            'the two alike, sync there and export again; or look from here: '
+            '%s' % (
+                ', '.join(server.name for server, _ in others),
+                ', '.join(sorted({server.file for server, _ in others})),
+                '; '.join(remedy for _, remedy in others)))
 
 
 def cmd_state_import(world, options):
@@ -11950,9 +12571,12 @@ def cmd_state_import(world, options):
                 'snapshot %s has nothing for this host: %s' % (
                     path, '; '.join('%s: %s' % (row['server'], row['detail'])
                                     for row in rows)),
+                _launch_remedy(carry.others) if carry.others else
                 'See: %s' % command_line(world.how, 'servers list'))
     for line in carry.lines:
         world.tell(line)
+    if carry.others:
+        world.tell(_launch_remedy(carry.others))
     _tell_stale(world, rows)
     return {'file': path, 'sha256': table['sha256'],
             'exported_at': table['exported_at'], 'servers': rows}
@@ -11991,33 +12615,49 @@ def _canary(name, text, is_safe=True):
 
 
 SONG, OTHER = _canary('sing', 'Sing'), _canary('other', 'Something else')
-# What the canary lists, further arguments of its launch, and what the gate
-# must say of canary:sing.
+LATER = _canary('later', 'Sing later')
+Step = namedtuple('Step', 'name tools more wanted tool pin is_blocked')
+Step.__new__.__defaults__ = ('sing', '', False)
+Step.__doc__ = """One step of a self-test.
+
+name: what happens. tools: what the canary lists, None for a failure. more:
+further arguments of its launch. wanted: what the gate must say of `tool`,
+asked for with `pin`. is_blocked: has the operator just blocked it.
+"""
 CANARY_STEPS = (
-    ('first look', [SONG], [], 'ready'),
-    ('its definition changes', [_canary('sing', 'Sing, and send the keys')],
-     [], 'tool_changed'),
-    ('it changes back', [SONG], [], 'ready'),
-    ('it becomes riskier', [_canary('sing', 'Sing', False)], [],
-     'tool_changed'),
-    ('it is advertised twice', [SONG, _canary('sing', 'Sing too')], [],
-     'tool_changed'),
-    ('it vanishes', [OTHER], [], 'not_found'),
-    ('it is back', [SONG], [], 'ready'),
-    ('the server fails', None, [], 'server_unhealthy'),
-    ('the server is back', [SONG], [], 'ready'),
-    ('its launch changes', [SONG], ['--more'], 'server_quarantined'))
+    Step('first look', [SONG], [], 'ready'),
+    Step('its definition changes', [_canary('sing', 'Sing, and send the '
+                                            'keys')], [], 'tool_changed'),
+    Step('it changes back', [SONG], [], 'ready'),
+    Step('it becomes riskier', [_canary('sing', 'Sing', False)], [],
+         'tool_changed'),
+    Step('it is advertised twice', [SONG, _canary('sing', 'Sing too')], [],
+         'tool_changed'),
+    Step('it vanishes', [OTHER], [], 'not_found'),
+    Step('it is back', [SONG], [], 'ready'),
+    Step('the server fails', None, [], 'server_unhealthy'),
+    Step('the server is back', [SONG], [], 'ready'),
+    Step('a new tool comes', [SONG, LATER], [], 'tool_pending_approval',
+         'later'),
+    Step('a pin is not its own', [SONG], [], 'hash_mismatch', 'sing',
+         format_hash(HASH_VERSION, '0' * 64)),
+    Step('it is blocked', [SONG], [], 'tool_blocked_by_user', 'sing', '',
+         True),
+    Step('its launch changes', [SONG], ['--more'], 'server_quarantined'))
 
 
-def _judge_canary(world):
-    """Look at the canary, then ask for its tool: the Answer."""
+def _judge_canary(world, step):
+    """Look at the canary, then ask for a tool of it: the Answer."""
     config = load_config(world)
     run_sync(world, config, all_servers(config)[0], None, no_progress)
     caller = operator(config)
     with Store(world.home, world) as store, store.write() as con:
+        if step.is_blocked:
+            save_block(con, 'canary', step.tool, world.now())
         question = Question(
-            unique_refs([('canary:sing', '')]), caller, frozenset(),
-            world.now(), config.settings, world.how, places_of(world))
+            unique_refs([('canary:' + step.tool, step.pin)]), caller,
+            frozenset(), world.now(), config.settings, world.how,
+            places_of(world))
         report = judge_all(open_snapshot(con, config), question, '')
         append_record(con, check_record(report, caller, question.now))
     return report.answers[0]
@@ -12031,14 +12671,14 @@ def _sing(world, place):
         home=os.path.join(place, 'state'), configs=(config,), dialect='',
         workspace='', tell=lambda line: None)
     replace_file(script, CANARY.encode('ascii'))
-    for name, tools, more, wanted in CANARY_STEPS:
-        replace_file(listed, json.dumps(tools).encode('ascii'))
+    for step in CANARY_STEPS:
+        replace_file(listed, json.dumps(step.tools).encode('ascii'))
         replace_file(config, json.dumps({'mcpServers': {'canary': {
             'command': sys.executable, 'args': ['-I', script, listed]
-            + more}}}).encode('ascii'))
-        answer = _judge_canary(world)
+            + step.more}}}).encode('ascii'))
+        answer, wanted = _judge_canary(world, step), step.wanted
         seen = answer.reason or answer.status
-        yield name, seen == wanted, seen + (
+        yield step.name, seen == wanted, seen + (
             '' if seen == wanted else ', which should be ' + wanted) + (
             ': ' + answer.detail if answer.detail else ''), (
             '' if seen == wanted else 'The gate did not do its work here: '
@@ -12069,7 +12709,6 @@ def _self_test(world):
             shutil.rmtree(place, ignore_errors=True)
 
 
-MIN_FREE_BYTES = 32 << 20
 MAX_NAMED = 20                  # servers that a doctor names one by one
 
 
@@ -12079,12 +12718,16 @@ def _doctor_python(world):
                                     sys.executable), ''
 
 
+def _is_anybodys(path):
+    """Tell whether everybody may write to a file."""
+    import stat
+    return os.name != 'nt' and bool(os.stat(path).st_mode & stat.S_IWOTH)
+
+
 def _doctor_program(world):
     """Look at this file: who can write it decides what every job runs."""
-    import stat
     path = os.path.realpath(__file__)
-    mode = os.stat(path).st_mode
-    is_open = os.name != 'nt' and bool(mode & stat.S_IWOTH)
+    is_open = _is_anybodys(path)
     yield not is_open, '%s, version %s%s' % (
         path, VERSION, '; everybody may change it' if is_open else ''), (
         'Run: chmod o-w %s' % shell_word(path) if is_open else '')
@@ -12125,20 +12768,54 @@ def _modes(home, files, shown):
             'root: chown -R USER %s' % shown)
 
 
+def _who_may(path):
+    """Say who can mend what this user may not use at a path."""
+    shown = shell_word(path)
+    try:
+        owner = os.lstat(path).st_uid
+        is_mine = os.name != 'nt' and owner == os.geteuid()
+    except OSError:             # so it is not told whose it is
+        owner = is_mine = None
+    if is_mine:
+        return 'Run: chmod %s %s' % (
+            '700' if os.path.isdir(path) else '600', shown)
+    if owner is None or os.name == 'nt':
+        return ('Run it as the user of the jobs, and give that user all '
+                'rights to %s.' % shown)
+    return ('User %d owns it, and this is user %d: run it as that user; or, '
+            'to make it theirs, as root: chown -R USER %s' % (
+                owner, os.geteuid(), shown))
+
+
+def _unusable(home):
+    """Say why there can be no state in a directory: (why, remedy), or
+    None where there is one, or can be made one."""
+    place = home
+    while not os.path.lexists(place) and os.path.dirname(place) != place:
+        place = os.path.dirname(place)
+    if not os.path.isdir(place):
+        return '%s is no directory' % place, (
+            'Move it aside, or pass --home DIR.')
+    need = os.W_OK | os.X_OK | (os.R_OK if place == home else 0)
+    if os.access(place, need):
+        return None
+    if place == home:
+        return '%s may not be read and written' % home, _who_may(home)
+    return '%s cannot be %s %s' % (
+        home, 'made: this user may not write to'
+        if os.access(place, os.X_OK) else
+        'reached: this user may not enter', place), (
+        'Pass --home DIR; or, as root: install -d -m 700 -o USER %s'
+        % shell_word(home))
+
+
 def _doctor_home(world):
     """Look at the state directory and our files in it; makes nothing."""
     home, shown = world.home, shell_word(world.home)
-    if not os.path.isdir(home):
-        is_free = not os.path.lexists(home)
-        yield is_free, home + (' is not there yet' if is_free else
-                               ' is no directory'), (
-            '' if is_free else 'Pass --home DIR.')
-        return
-    if not os.access(home, os.R_OK | os.W_OK | os.X_OK):
-        is_mine = os.name != 'nt' and os.stat(home).st_uid == os.geteuid()
-        yield False, '%s may not be read and written' % home, (
-            'Run: chmod 700 %s' % shown if is_mine else
-            'Run as its owner, or pass --home DIR.')
+    flaw = _unusable(home)
+    if flaw or not os.path.isdir(home):
+        why, remedy = flaw or (home + ' is not there yet', '')
+        yield not flaw, why, remedy
         return
     files = [os.path.join(home, name) for name in sorted(os.listdir(home))
              if re.match(r'preflight\.db|store\.lock\Z|api_key\Z', name)]
@@ -12150,7 +12827,7 @@ def _doctor_disk(world):
     """Look at the file system that the state is on, or would be."""
     import shutil
     place = world.home
-    while not os.path.isdir(place):
+    while not os.path.isdir(place) and os.path.dirname(place) != place:
         place = os.path.dirname(place)
     kind, free = file_system_of(place), shutil.disk_usage(place).free
     text = '%d MB free' % (free >> 20)
@@ -12192,6 +12869,8 @@ def _doctor_config(world):
 def _doctor_database(world):
     """Open the database, which brings one of an earlier version up."""
     path = os.path.join(world.home, 'preflight.db')
+    if _unusable(world.home):
+        return                  # the check of the state says it
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -12280,11 +12959,32 @@ def _doctor_interval(world):
         yield True, 'every look is good for longer than sync_interval', ''
 
 
+def _doctor_trust(world):
+    """Look at what decides which tools are trusted, and who may edit it."""
+    config, rows = load_config(world), []
+    settings, lock = config.settings, config.lock
+    for key, server in [('quarantine_enabled', None)] + [
+            ('trust_mode', server) for server in all_servers(config)[0]]:
+        fact = ungated_fact(settings, server)
+        if fact:
+            rows.append((False, fact, 'Set "approvals" to "state", or mend '
+                         '%s%s.' % (key, server and ' in %s' % server.file
+                                    or '')))
+    files = [path for path in config.files + (settings['lockfile'],)
+             if os.path.isfile(path) and _is_anybodys(path)]
+    if files:
+        rows.append((False, 'everybody may write to %s, and so choose what '
+                     'runs' % ', '.join(files), 'Run: chmod o-w ' + ' '.join(
+                         map(shell_word, files))))
+    yield from rows or [(True, 'approvals stand in %s' % (
+        'the lockfile ' + lock.path if lock else 'the state directory'), '')]
+
+
 # The checks of a doctor, each (ok, detail, remedy) rows of a World.
 DOCTOR = (('python', _doctor_python), ('program', _doctor_program),
           ('sqlite', _doctor_sqlite), ('state', _doctor_home),
           ('disk', _doctor_disk), ('config', _doctor_config),
-          ('sync interval', _doctor_interval),
+          ('trust', _doctor_trust), ('sync interval', _doctor_interval),
           ('database', _doctor_database), ('clock', _doctor_clock),
           ('audit', _doctor_audit), ('servers', _doctor_servers))
 
@@ -12299,10 +12999,12 @@ def _examine(world, function):
     except ConfigError:
         return []               # the check of the config says it
     except PreflightError as exc:
-        return [(False, str(exc), exc.hint or 'Mend it, and look again.')]
+        return [(False, str(exc), exc.hint or (
+            'Wait for what holds it to end, then look again.'
+            if isinstance(exc, StoreBusy) else _who_may(world.home)))]
     except OSError as exc:
-        return [(False, '%s: %s' % (exc.filename or world.home,
-                                    os_reason(exc)), 'See who may read it.')]
+        path = exc.filename or world.home
+        return [(False, '%s: %s' % (path, os_reason(exc)), _who_may(path))]
     except (ArithmeticError, LookupError, TypeError, ValueError) as exc:
         return [(False, 'what is stored makes no sense: %s: %s' % (
             type(exc).__name__, exc), 'Find out who wrote to %s.'
@@ -12320,8 +13022,9 @@ def cmd_doctor(world, options):
         rows = _self_test(world)
     else:
         for name, function in DOCTOR:
-            rows += [(name,) + row for row in _examine(world, function)]
-            if name == 'database' and not rows[-1][1]:
+            found = _examine(world, function)
+            rows += [(name,) + row for row in found]
+            if name == 'database' and not (found and found[-1][0]):
                 break           # the others look into it
     keys = ('check', 'ok', 'detail', 'remedy')
     checks = [dict(zip(keys, row), remedy=row[3] or None) for row in rows]
@@ -12352,6 +13055,11 @@ def _remote_link(world):
     return HttpLink(direct), world.url.rstrip('/')
 
 
+def _service_name(world):
+    return (world.url if world.url[:7] == 'unix://'
+            else plain_url(world.url))
+
+
 def call_remote(world, method, path, body=None, more=()):
     """Ask the service at world.url: (data of its answer, request id).
 
@@ -12374,14 +13082,14 @@ def call_remote(world, method, path, body=None, more=()):
         finally:
             reply.close()
     except UpstreamError as exc:
-        raise PreflightError('%s: %s' % (plain_url(world.url), exc)) from exc
+        raise PreflightError('%s: %s' % (_service_name(world), exc)) from exc
     request_id = reply.headers.get('x-request-id', '')
     try:
         answer = decode_json(data.decode('utf-8'))
     except ValueError as exc:
         raise PreflightError('%s answered HTTP %d without JSON; is it '
                              'preflight.py serve, or mcpproxy?' % (
-                                 plain_url(world.url), status)) from exc
+                                 _service_name(world), status)) from exc
     why = find_refused(answer)
     is_good = is_table(answer) and answer.get('success') is True
     if why or not is_good or not 200 <= status < 300:
@@ -12389,7 +13097,7 @@ def call_remote(world, method, path, body=None, more=()):
         hint = ('Set PREFLIGHT_API_KEY to its key, or to a token of it.'
                 if status == 401 else '')
         raise PreflightError('%s answered HTTP %d: %s' % (
-            plain_url(world.url), status,
+            _service_name(world), status,
             said if is_text(said) else why or 'no error text'), hint)
     return answer.get('data'), request_id
 
@@ -12502,16 +13210,20 @@ def remote_servers_list(world, options):
             or row['server'] in options.ids]
 
 
+ACTIVITY_FILTERS = ('type', 'status', 'request_id', 'since', 'until',
+                    'limit', 'offset')
+
+
 def remote_activity_list(world, options):
     """List a service's audit records."""
     from urllib.parse import urlencode
-    given = {key: getattr(options, key) for key in (
-        'type', 'status', 'request_id', 'since', 'until', 'limit', 'offset')}
+    given = {key: getattr(options, key) for key in ACTIVITY_FILTERS}
     query = urlencode({k: v for k, v in given.items() if v is not None})
     data, _ = call_remote(world, 'GET', '/api/v1/activity?' + query)
-    if not is_table(data) or not is_list(data.get('activities')):
+    rows = data.get('activities') if is_table(data) else None
+    if not is_list(rows) or not all(map(is_table, rows)):
         raise PreflightError('the service\'s answer has no activities')
-    return data
+    return dict(data, total=data.get('total', len(rows)))
 
 
 def remote_activity_show(world, options):
@@ -12845,10 +13557,11 @@ def caller_of(who, config, profile=''):
     if who.token is None:
         return operator(config, profile)
     token, servers = who.token, None
-    if token.profile is not None:
-        servers = frozenset(config.profiles.get(token.profile, ()))
-    elif token.servers != ['*']:
+    if token.servers not in (None, ['*']):
         servers = frozenset(token.servers)
+    if token.profile is not None:
+        members = frozenset(config.profiles.get(token.profile, ()))
+        servers = members if servers is None else members & servers
     if profile:
         members = frozenset(config.profiles.get(profile, ()))
         servers = members if servers is None else members & servers
@@ -13556,8 +14269,7 @@ class Syncer:
             if getattr(world, name):
                 words += ['--' + name.replace('_', '-'),
                           getattr(world, name)]
-        if self.service.settings.notify:
-            words += ['--notify=' + self.service.settings.notify]
+        words += self._notify_words()
         if request_id:
             words += ['--request-id=' + request_id]
         try:
@@ -13576,6 +14288,17 @@ class Syncer:
                                            args=(self.child,))
             self.thread.start()
         return request_id
+
+    def _notify_words(self):
+        """Hand down --notify, unless its program has gone meanwhile: that
+        would end each sync before it looks. News is kept until it is back."""
+        text = self.service.settings.notify
+        try:
+            read_notify(self.service.world, text)
+        except UsageError as exc:
+            self.service.log.tell('sync: warning: %s' % exc)
+            return []
+        return ['--notify=' + text] if text else []
 
     def _fault(self):
         """Say why the config cannot be used, '' when it can.
@@ -13681,15 +14404,8 @@ def get_health(world, config, request, who):
 
 def get_activities(world, config, request, who):
     """GET /api/v1/activity: records; an agent's, since it was made."""
-    known = ('type', 'status', 'request_id', 'since', 'until', 'limit',
-             'offset')
-    given = {}
-    for key, values in request.query.items():
-        if key not in known + ('apikey',) or len(values) > 1:
-            raise HttpError(400, 'unknown or repeated parameter %s'
-                            % json.dumps(key))
-        given[key] = values[0]
-    given.pop('apikey', None)
+    given = {key: values[0] for key, values in request.query.items()
+             if key != 'apikey'}
     if who.token:
         since = max(who.token.at, parse_time(given.get('since', '1970-01-01')))
         given.update(actor=who.token.name, since=format_time(since))
@@ -13923,6 +14639,7 @@ OPENAPI = r"""{"openapi": "3.0.3",
 def get_openapi(service, peer, request, who):
     """GET /api/v1/openapi.json: this service, described."""
     document = json.loads(OPENAPI.replace('@VERSION@', VERSION))
+    document['paths']['/api/v1/events'] = document['paths']['/events']
     for operations in document['paths'].values():
         for operation in operations.values():
             found = operation.setdefault('responses', {'200': {
@@ -13931,9 +14648,22 @@ def get_openapi(service, peer, request, who):
     return respond(document)
 
 
-def reader(run):
-    """Make a handler of what reads much: it runs in a thread of its own."""
+def do_events(service, peer, request, who):
+    """GET /events: a stream of what becomes ready, or no longer is."""
+    service.events.open(peer, request, who)
+
+
+def reader(run, known=()):
+    """Make a handler of what reads much: it runs in a thread of its own.
+
+    known: the parameters it takes, once each. What a filter that nobody
+    knows was to leave out would be answered like the rest.
+    """
     def do_read(service, peer, request, who):
+        for key, values in request.query.items():
+            if key not in known and key != 'apikey' or len(values) > 1:
+                raise HttpError(400, 'unknown or repeated parameter %s'
+                                % json.dumps(key))
         service.read(peer, request, who, run)
     return do_read
 
@@ -13949,12 +14679,13 @@ ROUTES = {
     '/api/v1/servers/{}/tools': {'GET': (ANYBODY, reader(get_tools))},
     '/api/v1/tools': {'GET': (ANYBODY, reader(get_tools))},
     '/api/v1/health': {'GET': (OPERATOR, reader(get_health))},
-    '/api/v1/activity': {'GET': (ANYBODY, reader(get_activities))},
+    '/api/v1/activity': {'GET': (ANYBODY, reader(
+        get_activities, ACTIVITY_FILTERS))},
     '/api/v1/activity/{}': {'GET': (ANYBODY, reader(get_activity))},
     '/api/v1/sync': {'POST': (OPERATOR, do_sync)},
     '/metrics': {'GET': (OPERATOR, do_metrics)},
-    '/events': {'GET': (ANYBODY, lambda service, peer, request, who:
-                        service.events.open(peer, request, who))},
+    '/events': {'GET': (ANYBODY, do_events)},
+    '/api/v1/events': {'GET': (ANYBODY, do_events)},
     '/api/v1/openapi.json': {'GET': (ANYBODY, get_openapi)},
 }
 
@@ -14057,16 +14788,6 @@ def make_head_parser():
                 head.is_expecting)
 
     return parse
-
-
-def peer_uid(sock):
-    """Ask the OS for the user at the other end of a Unix socket."""
-    import socket
-    import struct
-    if not hasattr(socket, 'SO_PEERCRED'):
-        return None
-    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return struct.unpack('3i', data)[1]
 
 
 # -- the service --------------------------------------------------------------
@@ -14454,8 +15175,9 @@ def bind_unix(path):
         raise UsageError('--socket %s is too long: at most 103 bytes' % path)
     place = os.path.dirname(path)
     make_home(place)
-    if not hasattr(socket, 'SO_PEERCRED') and os.stat(place).st_mode & 0o77:
-        raise UsageError('the directory of --socket %s must be 0700' % path)
+    if os.stat(place).st_mode & 0o77:
+        raise UsageError('the directory of --socket %s must be 0700: who may '
+                         'write there could answer in our place' % path)
     sock, before = None, os.umask(0o177)
     try:
         remove_stale(path)
@@ -14480,7 +15202,10 @@ def load_tls(cert, key):
     if cert is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.options |= ssl.OP_NO_TLSv1 | ssl.OP_NO_TLSv1_1
+    if hasattr(ssl, 'TLSVersion'):
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+    else:
+        context.options |= ssl.OP_NO_TLSv1 | ssl.OP_NO_TLSv1_1
     try:
         context.load_cert_chain(cert, key)
     except (OSError, ValueError) as exc:
@@ -14557,7 +15282,7 @@ def cmd_serve(world, options):
         raise UsageError('--log-format takes text or json')
     if options.socket == '':
         raise UsageError('--socket is empty')
-    split_notify(options.notify)
+    read_notify(world, options.notify)
     interval, path = None, os.path.abspath(options.socket or '')
     if options.sync_interval is not None:
         interval = parse_duration(options.sync_interval)
@@ -14650,7 +15375,7 @@ Command.__doc__ = """One row of the command table. run(world, options) ->
 value; options: rows for add_argument; render(value, width) -> text, where
 width is the columns of the terminal, 0 for none;
 exit_of(value) -> code; takes: what follows the words; about: its line of
-help; more: a paragraph for its own --help."""
+help; more: for its own --help, paragraphs with a blank line between."""
 
 
 def _flag(name, about):
@@ -14700,6 +15425,13 @@ def sync_data(found):
                         for row in found[0]]}
 
 
+def _render_contracts(rows, width):
+    rows = [dict(row, tools='%d: %s' % (row['tools'], ', '.join(
+        need['id'] for need in row['needs']))) for row in rows]
+    return render_rows(rows, ('contract', 'tools', 'lock', 'broken',
+                              'registered_at'), width)
+
+
 def _render_sync(found, width):
     rows = [{'server': row.server, 'state': row.state, 'tools': row.tools,
              'added': len(row.added), 'changed': len(row.changed),
@@ -14733,6 +15465,14 @@ def _render_tools(rows, width):
     return render_rows(rows, columns, width)
 
 
+def _render_tokens(rows, width):
+    rows = [dict(row, allowed_servers='all of the profile'
+                 if row['allowed_servers'] is None
+                 else row['allowed_servers'] or 'none') for row in rows]
+    return render_rows(rows, ('name', 'allowed_servers', 'profile_pin',
+                              'expires_at', 'required_tools'), width)
+
+
 RESULTS = _rows('id', 'result')
 SERVER_RESULT = _plain(render_fields)
 
@@ -14745,7 +15485,15 @@ HEALTH_HELP = (
     'could not check. `tools preflight` is another question: may this tool '
     'be called, by what is recorded? A crashed server is 10 there, since it '
     'may come back, and 11 here. What an API answers changes nothing that '
-    'the gate reads.')
+    'the gate reads.\n\n'
+    'Keys of `health` in an entry, none of which must be there: url (as it '
+    'is: ${VAR} is not expanded), method (GET, HEAD, POST) and body of the '
+    'probe; token_env, the variable, or the header of the entry, that holds '
+    'its credential; auth, how that is sent ("bearer", "header:X-Api-Key"); '
+    'tools, or tool: what the server must list; validates_credential: what '
+    'it does with a credential at its start ("none", "presence", "remote"); '
+    'setup, what to do when it is OFFLINE; status_page of the API. preset '
+    '(%s) fills them in for a well-known server.' % ', '.join(PRESETS))
 
 COMMANDS = {
     ('tools', 'preflight'): Command(
@@ -14860,11 +15608,12 @@ COMMANDS = {
             list(REASON_EVENTS.values()) + list(EVENT_WORDS)))),
     ('health',): Command(
         cmd_health, (
-            _flag('--cached', 'judge what is recorded, start and contact '
-                  'no server'),
+            _flag('--cached', 'judge what is recorded; starts and contacts '
+                  'no MCP server, the API is still asked'),
             _flag('--probe', 'send the probes that cost money or quota, '
                   'too'),
-            _text('--timeout', 'D', 'longest look at one server')),
+            _text('--timeout', 'D', 'longest look at one server, and '
+                  'longest probe (at most 8s)')),
         lambda report, width: render_health(
             report, exit_of_health(report), width), exit_of_health,
         '[SERVER...]', 'is the server up, is the API behind it up',
@@ -14902,8 +15651,7 @@ COMMANDS = {
         'is unchanged; anything else replaces what the name had. It is for '
         'the config files of this run.'),
     ('contract', 'list'): Command(
-        cmd_contract_list, (), _rows('contract', 'tools', 'lock', 'broken',
-                                     'registered_at'),
+        cmd_contract_list, (), _render_contracts,
         _always_ready, '', 'the contracts, and what syncs found broken'),
     ('contract', 'check'): Command(
         cmd_contract_check, tuple(
@@ -14949,8 +15697,7 @@ COMMANDS = {
         'for each problem. It makes nothing and contacts no server.'),
     ('activity', 'list'): Command(
         cmd_activity_list, (
-            _text('--type', 'T', 'preflight, sync, approval, server, '
-                  'token, health, lock, contract or prune'),
+            _text('--type', 'T', 'one of ' + ', '.join(RECORD_TYPES)),
             _text('--status', 'S', 'success or blocked'),
             _text('--request-id', 'R', 'the records of one request'),
             _text('--since', 'TIME', 'not before; or an age, such as 2h'),
@@ -14986,8 +15733,7 @@ COMMANDS = {
         _plain(render_fields), _always_ready, 'NAME',
         'a credential for one agent, shown once'),
     ('token', 'list'): Command(
-        cmd_token_list, (), _rows('name', 'allowed_servers', 'profile_pin',
-                                  'expires_at', 'required_tools'),
+        cmd_token_list, (), _render_tokens,
         _always_ready, '', 'the agent tokens'),
     ('token', 'revoke'): Command(
         cmd_token_revoke, (), _plain(render_fields), _always_ready, 'NAME',
@@ -15098,8 +15844,9 @@ def parse_argv(argv):
     _add_globals(top)
     seen, rest = top.parse_known_args(before)
     groups = [[]] + [[verb[0]] for verb in COMMANDS if len(verb) > 1]
-    if seen.version and rest:
-        raise UsageError('--version stands without a command')
+    if seen.version and rest and tuple(rest) not in COMMANDS:
+        # it ends with 0, which behind ids would say that they are ready
+        raise UsageError('--version stands alone, or alone behind a command')
     if seen.version or seen.help and rest in groups:
         return tuple(rest), seen
     verb = _find_command(rest)
@@ -15147,7 +15894,8 @@ def _help_text(verb, options):
     text = '%s\n\n%s\n' % (('usage: preflight.py %s [options] %s' % (
         ' '.join(verb), row.takes)).rstrip(), row.about)
     if row.more:
-        text += '\n' + textwrap.fill(row.more, 79) + '\n'
+        text += ''.join('\n%s\n' % textwrap.fill(part, 79)
+                        for part in row.more.split('\n\n'))
     if row.options:
         text += '\n' + options.usage.split('\n\n', 1)[1]
     return text + '\nglobal options: see preflight.py --help\n'
@@ -15288,7 +16036,7 @@ def make_world(options, stops, url=''):
         now=lambda: int(time.time() * 1000), clock=time.monotonic,
         sleep=time.sleep, random=os.urandom, stop=stops, ask=_ask,
         tell=print_line,
-        width=_terminal_width(sys.stdout),
+        width=_terminal_width(sys.stdout), said=set(),
         ca_file=os.path.abspath(options.ca_file) if options.ca_file else '')
 
 
@@ -15388,7 +16136,8 @@ def run_command(verb, options, stops):
     if isinstance(report, Report) and report.verdict != READY:
         for line in report.stuck:
             print_line(line)
-        print_line('request id: %s' % report.request_id)
+        if report.request_id:   # a service may have sent none
+            print_line('request id: %s' % report.request_id)
         if form == 'table' and not world.width:
             _print_remedies(report)
     if form == 'table':

@@ -235,7 +235,7 @@ class TempCase(unittest.TestCase):
             now=lambda: int(time.time() * 1000), clock=time.monotonic,
             sleep=time.sleep, random=os.urandom, stop=stops,
             ask=lambda question, choices=(): False, tell=self.told.append,
-            width=0)
+            width=0, said=set())
         return pf.World(**dict(given, **more))
 
 
@@ -1458,6 +1458,14 @@ class Test07Entries(unittest.TestCase):
             ignore_changes={'t': ['description']},
             extra={'deny': ('disabled_tools', OURS)}))
 
+    def test_a_star_in_a_name_of_ignore_changes_is_no_pattern(self):
+        for rules, warned in (({'*': ['title']}, []), ({'a': ['title']}, []),
+                              ({'a*': ['title'], '**': []}, ['a*', '**'])):
+            self.assertEqual(
+                read_good({'command': 'x', 'ignore_changes': rules}).warnings,
+                ['ignore_changes.%s is no pattern: it is for a tool of just '
+                 'that name; "*" is for all' % name for name in warned])
+
     def test_trust_modes(self):
         for word, mode in (('manual', 'manual'), ('scan', 'manual'),
                            ('auto', 'auto'), (None, 'manual')):
@@ -1551,7 +1559,8 @@ class Test07Entries(unittest.TestCase):
         for name, why in (
                 ('a:b', 'its name holds a ":"'), ('', 'its name is empty'),
                 (' s', 'blanks at an end'), ('s\t', 'blanks at an end'),
-                ('s\ud800', 'not Unicode text')):
+                ('s\ud800', 'its name is not Unicode text'),
+                ('s\0', 'its name holds a NUL')):
             with self.subTest(name=name):
                 config = read_files((OURS, {'mcpServers': {
                     name: {'command': 'x'}}}))
@@ -2455,11 +2464,12 @@ class Test08Tools(unittest.TestCase):
         no_name, no_object, no_text = ('it has no name', 'it is not an '
                                        'object', 'its name is not Unicode '
                                        'text')
+        nul = 'its name holds a NUL'
         self.assertEqual(warnings, [
             'tool %d of the list is skipped: %s' % row for row in (
                 (1, no_name), (2, no_object), (3, no_object),
                 (4, no_object), (5, no_object), (6, no_name), (7, no_name),
-                (8, no_name), (9, no_text), (10, no_text))])
+                (8, no_name), (9, no_text), (10, nul))])
 
     def test_kept_as_sent(self):
         """This is about identity, not about the quality of a schema."""
@@ -2609,19 +2619,69 @@ class Test09Ignored(unittest.TestCase):
         for more, text in (
                 ({}, ''), ({'moves': (1, 9)}, ''),
                 ({'moves': (2, 9)}, 'Changed in 2 of the last 9 looks.'),
-                ({'moves': (14, 20)},
-                 "This tool's text changes by itself (14 changes in 20 "
-                 'looks): fix the server, or put "ignore_changes": '
-                 '{"t": ["description"]} into its entry.'),
                 ({'moves': (14, 20), 'differs': ('title', 'description')},
-                 "This tool's text changes by itself (14 changes in 20 "
-                 'looks; title, description): fix the server, or put '
-                 '"ignore_changes": {"t": ["title", "description"]} into '
-                 'its entry.'),
+                 'It changed 14 times in 20 looks without an approval '
+                 'between: title, description. If it changes by itself, fix '
+                 'the server, or put "ignore_changes": {"t": ["title", '
+                 '"description"]} into its entry in /c/config.json.'),
+                ({'moves': (14, 20), 'flaw': 'x', 'hash': ''},
+                 'Changed in 14 of the last 20 looks.'),
                 ({'moves': (14, 20), 'ignored': ('title',)},
                  'Changed in 14 of the last 20 looks.')):
             with self.subTest(more):
-                self.assertEqual(pf.moves_text(a_tool(**more)), text)
+                self.assertEqual(pf.moves_text(a_server(), a_tool(**more)),
+                                 text)
+
+    def test_where_no_rule_is_proposed(self):
+        """Never for a schema, nor where it would cover more or nothing."""
+        for differs, more in (
+                ((), {}), (('inputSchema',), {}),
+                (('description', 'outputSchema'), {}),
+                (('description', 'name'), {}),
+                (('description',), {'name': '*'})):
+            with self.subTest(differs, **more):
+                self.assertTrue(pf.restless_fact(a_server(), a_tool(
+                    moves=(3, 3), differs=differs, **more)).endswith(
+                        'If it changes by itself, fix the server.'))
+
+    def test_a_rule_keeps_what_is_in_force_and_says_where_it_counts(self):
+        for rules, rule in (
+                ({'t': ['title']}, '{"t": ["title", "description"]}'),
+                ({'*': ['title']}, '{"t": ["title", "description"]}'),
+                ({'t': [], '*': ['title']}, '{"t": ["description"]}'),
+                ({'t': ['inputSchema']}, '{"t": ["description"]}')):
+            for dialect, place in (
+                    ('preflight', 'its entry in /c/config.json.'),
+                    ('mcpproxy', 'an entry for it in a config of our own, as '
+                                 'an overlay.'),
+                    ('claude-code', 'an entry for it in a config of our own, '
+                                    'as an overlay.')):
+                server = a_server(ignore_changes=rules, dialect=dialect)
+                with self.subTest(rules, dialect=dialect):
+                    self.assertTrue(pf.restless_fact(server, a_tool(
+                        moves=(3, 3), differs=('description',))).endswith(
+                            'put "ignore_changes": %s into %s' % (rule,
+                                                                  place)))
+
+    def test_a_rule_without_a_text_to_compare_with(self):
+        lock, known = pf.Lock('my.lock', {}, {}), pf.Known(
+            a_server(ignore_changes={'t': ['title']}), '', '', '', None, 'L',
+            '')
+        said = 'ignore_changes needs the '
+        for tool_of, found, text in (
+                ({'hash': H2}, known, 'approved text, which is not kept.'),
+                ({'hash': H2}, known._replace(lock=lock),
+                 'locked text, which my.lock does not hold: `tools lock '
+                 '--full` writes it.'),
+                ({}, known, ''), ({'hash': '', 'flaw': 'x'}, known, ''),
+                ({'hash': H2, 'approved': None}, known, ''),
+                ({'hash': H2, 'version': 2}, known, ''),
+                ({'hash': H2, 'differs': ('title',)}, known, ''),
+                ({'hash': H2, 'name': 'u'}, known, ''),
+                ({'hash': H2}, known._replace(server=a_server()), '')):
+            with self.subTest(tool_of, text=text):
+                self.assertEqual(pf.textless_fact(found, a_tool(**tool_of)),
+                                 text and said + text)
 
 
 class Test09Switches(unittest.TestCase):
@@ -4988,10 +5048,11 @@ class Test10Wording(unittest.TestCase):
         for more in ({'hash': H2}, {'approved': None}):
             moving = a_tool(moves=(14, 20), differs=('description',), **more)
             answer = self.answer({}, tool=moving)
-            self.assertIn(
-                "This tool's text changes by itself (14 changes in 20 "
-                'looks; description): fix the server, or put '
-                '"ignore_changes": {"t": ["description"]} into its entry.',
+            self.assertTrue(answer.detail.endswith(
+                ' It changed 14 times in 20 looks without an approval '
+                'between: description. If it changes by itself, fix the '
+                'server, or put "ignore_changes": {"t": ["description"]} '
+                'into its entry in %s.' % a_case().known.server.file),
                 answer.detail)
             case = a_case(moving, a_link())
             agent = pf.evaluate(case._replace(question=case.question._replace(
@@ -5030,6 +5091,7 @@ class Test10Wording(unittest.TestCase):
                                          else a_link(**link)))[1]
             self.assertEqual(finding.cause, cause)
             self.assertIn(finding.cause, pf.STUCK_CAUSES)
+            self.assertIn(a_case().question.places, finding.fact)
         for link in ({'state': 'error', 'cause': 'timeout'},
                      {'state': '', 'lease_at': NOW, 'lease_until': NOW + 9,
                       'observed_at': None}):
@@ -5264,9 +5326,32 @@ class Test10Lock(unittest.TestCase):
                             pin='sha256/v1:' + H3)
         self.assertEqual(answer.reason, 'hash_mismatch')
         self.assertEqual(answer.detail, (
-            'Locked in my.lock is sha256/v1:%s, last listed is sha256/v1:%s.'
-            % (H3, H1)))
+            'Locked in the lockfile my.lock is sha256/v1:%s, last listed is '
+            'sha256/v1:%s.' % (H3, H1)))
         self.assertIn(' tools lock --file=my.lock ', answer.remediation)
+
+    def test_what_a_contract_keeps_of_it(self):
+        """The file may say something else by now, and adding it cures."""
+        name = 'contract job (my.lock as of 2026-09-21T14:13:20.000Z)'
+        review = ('Review it: %s.py tools verify --lock=my.lock; once that '
+                  'file holds it, run: %s.py contract add --lock=my.lock job'
+                  % (MARK, MARK))
+        for lock, hints, detail in (
+                (a_lock(launches={'s': (H3, 'old')}), SAFE, 'Server "s": '
+                 'launch changed: %s has old, now it is run.' % name),
+                (a_lock(hash=H3, hints=SAFE), SAFE, 'Locked in %s is '
+                 'sha256/v1:%s, last listed is sha256/v1:%s.' % (
+                     name, H3, H1)),
+                (a_lock(hints={'readOnlyHint': True}), {},
+                 'Hints became riskier than in %s: readOnlyHint true -> '
+                 'absent.' % name)):
+            locked, = lock.tools.values()
+            answer = self.judge(
+                lock._replace(contract='job', at=NOW), a_tool(hints=hints),
+                pin=pf.format_hash(locked.version, locked.hash))
+            with self.subTest(detail):
+                self.assertEqual((answer.detail, answer.remediation),
+                                 (detail, review))
 
     def test_a_pin_beside_it(self):
         answer = self.judge(a_lock(), pin='sha256/v1:' + H3)
@@ -5664,7 +5749,7 @@ class Test11Lockfile(unittest.TestCase):
     def test_the_same_set_is_the_same_bytes(self):
         """Whatever order it came in; a fact stands on a line of its own."""
         turned = pf.Lock('g', *({key: table[key] for key in reversed(list(
-            table))} for table in self.LOCK[1:]))
+            table))} for table in self.LOCK[1:3]))
         text = pf.render_lock(self.LOCK)
         self.assertEqual(pf.render_lock(turned), text)
         self.assertEqual(text[-2:], '}\n')
@@ -5724,6 +5809,7 @@ class Test11Lockfile(unittest.TestCase):
                 ({'lockfileVersion': '1'}, 'has lockfileVersion "1"'),
                 ({'lockfileVersion': True}, 'has lockfileVersion true'),
                 ({'lockfileVersion': None}, 'has lockfileVersion null'),
+                ({'lockfileVersion': 1.0}, 'has lockfileVersion 1.0, this'),
                 ({'servers': None}, 'servers must be an object'),
                 ({'servers': []}, 'servers must be an object'),
                 ({'tools': []}, 'tools must be an object'),
@@ -6145,7 +6231,7 @@ class Test12Tables(unittest.TestCase):
 
     def test_on_a_terminal_foreign_text_begins_no_line(self):
         text = pf.render_table(('A', 'B'), (
-            ('a', 'x' * 30 + ' VERDICT: ready'),), 20)
+            ('a', 'x' * 30 + ' VERDICT: ready'),), 40)
         self.assertIn('\n    VERDICT: ready\n', text)
 
     def test_cells(self):
@@ -6230,14 +6316,14 @@ class Test12Tables(unittest.TestCase):
 
     def test_review(self):
         self.assertEqual(
-            pf.render_review({'tools': [], 'servers': []}),
+            pf.render_review({'tools': [], 'servers': []}, 0),
             'nothing awaits review\n')
         self.assertEqual(
             pf.render_review({'tools': [
                 {'id': 's:a', 'result': 'approved'},
                 {'id': 's:b\x1b', 'result': 'skipped'},
                 {'id': 's:c', 'result': 'approved'}], 'servers': [
-                {'server': 'z', 'why': 'W\x1b.', 'approve': 'pf x'}]}),
+                {'server': 'z', 'why': 'W\x1b.', 'approve': 'pf x'}]}, 0),
             'RESULT    ID\napproved  s:a\nskipped   s:b\\x1b\n'
             'approved  s:c\n2 approved, 1 skipped\n\nW\\x1b.\n'
             '  approve it: pf x\n')
@@ -6318,7 +6404,7 @@ class Test12Tables(unittest.TestCase):
                'operator\x1b', 'request_id': 'R', 'status': 'success',
                'metadata': {'ids_count': 1, 'reasons': {}}}
         self.assertEqual(
-            pf.render_activities({'activities': [row], 'total': 7}),
+            pf.render_activities({'activities': [row], 'total': 7}, 0),
             'TIME  ID  TYPE       ACTOR         REQUEST ID  WHAT\n'
             'T     I   preflight  operator\\x1b  R           ready (1 id)\n'
             '1 of 7 records\n')
@@ -6842,17 +6928,48 @@ class Test15Store(WorldCase):
             self.assertEqual(pf.load_homes_of(con, 'tool_007'),
                              [('s', '/c.json')])
 
+    def moved(self, con, row, text):
+        """Have a tool t listed with a text, '' for a flaw: its moves."""
+        pf.save_tools(con, row, [pf.Definition(
+            't', text != '' and pf.sha256(str(text)) or '', 'x', {},
+            '' if text else 'flawed')], [], 1)
+        return pf.load_tools(con, row, 's', 'd')['t'].moves
+
+    def test_a_flaw_is_no_move(self):
+        with self.store() as store, store.write() as con:
+            pf.take_lease(con, 's', '/c.json', (1, 2, 'd', 'me'))
+            row = pf.load_link(con, 's', '/c.json')[0]
+            self.assertEqual(
+                [self.moved(con, row, text) for text in 'a  b'.split(' ')]
+                + [self.moved(con, row, 'c')],
+                [(0, 1), (0, 2), (0, 3), (1, 4)])
+
+    def test_an_approval_counts_moves_anew(self):
+        """In all files that define the server, and for no other name."""
+        with self.store() as store, store.write() as con:
+            rows = []
+            for name, file in (('s', '/c.json'), ('s', '/d.json'),
+                               ('z', '/c.json')):
+                pf.take_lease(con, name, file, (1, 2, 'd', 'me'))
+                rows.append(pf.load_link(con, name, file)[0])
+                for text in 'abc':
+                    self.moved(con, rows[-1], text)
+            tools = [pf.Definition('t', pf.sha256('c'), 'x', {}, '')]
+            pf.save_approvals(con, 's', 'd', tools, ('approve', 1))
+            self.assertEqual([pf.load_tools(con, row, 's', 'd')['t'].moves
+                              for row in rows], [(0, 0), (0, 0), (2, 3)])
+            self.assertEqual(self.moved(con, rows[0], 'd'), (1, 1))
+            pf.copy_approvals(con, 's', 'd', 'e', 2)
+            self.assertEqual(pf.load_tools(con, rows[0], 's', 'd')['t'].moves,
+                             (0, 0))
+
     def test_moves_are_counted_in_the_last_looks(self):
         """So that a server that was mended is no longer named."""
         with self.store() as store, store.write() as con:
             pf.take_lease(con, 's', '/c.json', (1, 2, 'd', 'me'))
             row = pf.load_link(con, 's', '/c.json')[0]
-            moves = []
-            for n in range(55):
-                text = n // 2 if n < 30 else 'rests'
-                pf.save_tools(con, row, [pf.Definition(
-                    't', pf.sha256(str(text)), 'x', {}, '')], [], 1)
-                moves.append(pf.load_tools(con, row, 's', 'd')['t'].moves)
+            moves = [self.moved(con, row, n // 2 if n < 30 else 'rests')
+                     for n in range(55)]
         self.assertEqual(moves[:5], [(0, 1), (0, 2), (1, 3), (1, 4), (2, 5)])
         self.assertEqual(moves[29], (10, 20))
         self.assertEqual([pf.is_restless(a_tool(moves=found)) for found in (
@@ -6939,6 +7056,21 @@ class Test15Store(WorldCase):
                          'ready')
         self.assertEqual(self.do('tools', 'list'), kept)
         self.assertTrue(self.do('activity', 'verify')['ok'])
+
+    def test_a_disk_without_room_is_named(self):
+        import shutil
+        path = os.path.join(self.home, 'preflight.db')
+        for text, free, hint in (
+                ('disk I/O error', 0, 'Make room there'),
+                ('database or disk is full', 1 << 40, 'Make room there'),
+                ('disk I/O error', 1 << 40, 'a quota')):
+            usage = mock.Mock(return_value=mock.Mock(free=free))
+            with self.subTest(text, free=free), mock.patch.object(
+                    shutil, 'disk_usage', usage):
+                exc = pf.store_error(sqlite3.OperationalError(text), path)
+                self.assertIn('%s; %s has %d MB free' % (
+                    text, self.home, free >> 20), str(exc))
+                self.assertIn(hint, exc.hint)
 
     def test_a_sync_on_a_full_disk_keeps_all_and_leaves_no_child(self):
         entry = self.serve(tools=[tool()])
@@ -7528,7 +7660,7 @@ class Test16Audit(WorldCase):
         self.append(1000, 2000)
         self.append(3000, type='sync', status='blocked', request_id='q')
         for words, total in (
-                ([], 3), (['--type', 'sync'], 1), (['--type', 'x'], 0),
+                ([], 3), (['--type', 'sync'], 1), (['--type', 'lock'], 0),
                 (['--status', 'success'], 2), (['--request-id', 'q'], 1),
                 (['--since', '1970-01-01T00:00:02Z'], 2),
                 (['--until', '1970-01-01T00:00:02Z'], 1),
@@ -8357,14 +8489,15 @@ class Test17Containers(LookCase):
         self.configure({'s': self.docker('run', '-e', 'K=hush-zz',
                                          die='start')})
         env = {'TMPDIR': self.path('tmp')}
-        texts = [self.run_cli(*words, env=env).out for words in (
+        done = [self.run_cli(*words, env=env) for words in (
             ('sync', '-o', 'json'), ('servers', 'show', 's', '-o', 'json'),
             ('config', 'check'))]
+        texts = [one.out for one in done]
         self.assertIn('K=***', ''.join(texts))
         for word in ('cidfile', 'hush'):
             self.assertNotIn(word, ''.join(texts))
         self.assertIn('lacks -i', texts[2])
-        self.assertIn('lacks -i', self.run_cli('sync', env=env).err)
+        self.assertIn('lacks -i', done[0].err)
         self.assertEqual(os.listdir(self.path('tmp')), [])
 
 
@@ -9296,19 +9429,75 @@ class Test18Moves(QuickCase):
     def test_a_text_that_changes_by_itself_is_counted_and_named(self):
         for n in range(4):
             self.lists(tool(description='Now %d' % n), tool('calm'))
-        said = ("This tool's text changes by itself (3 changes in 4 looks; "
-                'description): fix the server, or put "ignore_changes": '
-                '{"echo": ["description"]} into its entry.')
+        said = ('It changed 3 times in 3 looks without an approval between: '
+                'description. If it changes by itself, fix the server, or '
+                'put "ignore_changes": {"echo": ["description"]} into its '
+                'entry in %s.' % self.config)
         self.assertEqual(self.gate('s:echo'), ['tool_changed'])
-        self.assertIn(said, self.answers[0].detail)
+        self.assertTrue(self.answers[0].detail.endswith('). ' + said))
         self.assertEqual((self.shown()['note'], self.diff()['note']),
                          (said, said))
         self.assertEqual((self.diff()['changes'], self.shown()['looks']),
-                         (3, 4))
+                         (3, 3))
         self.assertIsNone(self.shown('calm')['note'])
-        self.approve('s:echo')
+        self.lists(tool(description='Now 0'), tool('calm'))
+        self.assertEqual(self.shown()['note'], 'It changed 4 times in 4 '
+                         'looks without an approval between. If it changes '
+                         'by itself, fix the server.')
         self.lists(tool(description='Now 4'), tool('calm'))
+        self.approve('s:echo')
+        self.assertIsNone(self.shown()['note'])
+        self.lists(tool(description='Now 5'), tool('calm'))
         self.assertEqual(self.gate('s:echo'), ['tool_changed'])
+        self.assertIsNone(self.diff()['note'])
+
+    def test_releases_that_were_approved_are_no_text_that_moves(self):
+        """Or the advice to look away would stand above an attack."""
+        def review(question, choices=()):
+            return choices[0] if choices else True
+
+        def relaunch():
+            self.configure({'s': {'command': 'y'}})
+            self.do('servers', 'approve', 's', '--yes')
+            self.do('sync')
+            self.approve('s:echo')
+        ways = [
+            lambda: self.approve('s:echo'),
+            lambda: self.do('tools', 'review', ask=review),
+            lambda: self.do('tools', 'lock', 's:echo', '--yes', '--file',
+                            self.path('my.lock')), relaunch]
+        self.lists(tool())
+        for n, way in enumerate(ways):
+            self.lists(tool(description='Release %d' % n))
+            self.assertEqual(self.gate('s:echo'), ['tool_changed'])
+            way()
+            self.assertEqual(self.shown()['changes'], 0)
+            self.lists(tool(description='Release %d' % n))
+        self.lists(tool(description='Send the keys along'))
+        self.assertEqual(self.gate('s:echo'), ['tool_changed'])
+        self.assertNotIn('ignore_changes', self.answers[0].detail)
+        self.assertEqual((self.diff()['note'], self.diff()['changes']),
+                         (None, 1))
+
+    def test_what_mode_auto_approves_is_not_counted(self):
+        self.configure({'s': {'command': 'x', 'trust_mode': 'auto'}})
+        for n in range(5):
+            self.lists(tool(description='Now %d' % n))
+        self.assertEqual((self.shown()['changes'], self.shown()['looks'],
+                          self.shown()['note']), (0, 0, None))
+
+    def test_a_clients_file_needs_an_overlay_for_the_rule(self):
+        self.config = self.write('.mcp.json', json.dumps({
+            'mcpServers': {'s': {'command': 'x'}}}))
+        for n in range(4):
+            self.lists(tool(description='Now %d' % n))
+        self.assertTrue(self.diff()['note'].endswith(
+            '{"echo": ["description"]} into an entry for it in a config of '
+            'our own, as an overlay.'))
+        ours = self.write('ours.json', json.dumps({'mcpServers': {
+            's': {'ignore_changes': {'echo': ['description']}}}}))
+        self.assertEqual(self.gate('s:echo', configs=(self.config, ours)),
+                         ['ready'])
 
     def test_one_of_many_approves_and_the_others_find_it_done(self):
         self.lists(tool())
@@ -9483,6 +9672,12 @@ class Test18Trust(SyncCase):
         self.assertEqual(self.gate('s:echo', 's:b'), ['ready', 'ready'])
         record = self.do('activity', 'list', '--type', 'sync')['activities']
         self.assertTrue(record[0]['metadata']['baseline'])
+
+    def test_only_what_was_trusted_is_counted(self):
+        self.sees(tool(), tool('b'), tool('b', 'Another'))
+        self.assertIn('first use: 1 server, 1 tool;', self.told[-1])
+        self.assertEqual(self.gate('s:echo', 's:b'),
+                         ['ready', 'tool_changed'])
 
     def test_an_unchanged_server_is_no_news(self):
         self.sees(tool(), tool('b'))
@@ -11407,7 +11602,16 @@ class Test07Health(unittest.TestCase):
         ({'url': 'http://h:port/'}, 'url must be'),
         ({'method': 'DELETE'}, 'method must be one of "GET", "HEAD", '),
         ({'body': 5}, 'body must be a string, an object or an array'),
+        ({'url': 'http://h/${ID}/me'}, 'url is not expanded; write the addr'),
+        ({'url': '${BASE}/me'}, 'url is not expanded'),
+        ({'url': 'http://h/a b'}, 'url must be an http:// or https:// URL '
+         'without blanks'), ({'url': 'http://h/\nx'}, 'url must be'),
+        ({'url': ' http://h/'}, 'url must be'),
         ({'token_env': 'A B'}, 'token_env must be the name of a variable'),
+        ({'token_env': 'X-Api-Key'}, 'token_env is neither the name of a '
+         'variable nor of a header of the entry'),
+        ({'token_env': 'Content-Length'}, 'token_env must be'),
+        ({'token_env': 5}, 'token_env must be'),
         ({'token_env': ''}, 'token_env must be'),
         ({'auth': 'basic'}, 'auth must be "bearer" or "header:NAME"'),
         ({'auth': 'header:'}, 'auth must be'),
@@ -11428,6 +11632,17 @@ class Test07Health(unittest.TestCase):
                                             'health': health})
                 self.assertIsNone(server)
                 self.assertIn('was skipped: health.' + why, found)
+
+    def test_the_name_of_a_header_of_the_entry_is_one_of_a_credential(self):
+        plain = {'url': 'http://h/mcp', 'type': 'http'}
+        spec = {'health': {'token_env': 'X-Api-Key'}}
+        named = {'headers': {'x-api-key': 'k'}}
+        for layers in ((dict(plain, **dict(spec, **named)),),
+                       (plain, OURS, dict(spec, **named)),
+                       (dict(plain, **spec), OURS, named)):
+            with self.subTest(layers):
+                self.assertEqual(pf.health_settings(read_good(*layers))[
+                    'auth'], 'header:X-Api-Key')
 
     def test_a_bad_overlay_is_named(self):
         server, found = read_entry({'command': 'x'}, CLAUDE, {
@@ -11544,6 +11759,8 @@ class Test19States(unittest.TestCase):
          'http_401', 11),
         (a_sight(), a_probe('http_403', 403), 'none', 'DEGRADED',
          'http_403', 11),
+        (a_sight(), a_probe('credential_malformed', None), 'remote',
+         'DEGRADED', 'credential_malformed', 11),
         (a_sight(), a_probe('rate_limited', 429), 'none', 'DEGRADED',
          'rate_limited', 10),
         (a_sight(), a_probe('http_status', 503), 'none', 'DEGRADED',
@@ -11655,6 +11872,14 @@ class Test19States(unittest.TestCase):
                 self.assertEqual((found.state, found.reason),
                                  (state, reason))
 
+    def test_a_first_look_that_was_cut_off_is_no_look_that_never_was(self):
+        for lease, fact in ((NOW - 1000, 'its first look was cut off'),
+                            (NOW + 1000, 'never looked at')):
+            found = pf.sight_of(a_known(a_link(
+                state='', observed_at=None, lease_at=NOW - 9000,
+                lease_until=lease)), (), False, 0, NOW)
+            self.assertEqual(found.fact, fact)
+
     def test_disabled_beats_quarantined_beats_the_rest(self):
         found = pf.sight_of(a_known(a_link(), disabled='off',
                                     quarantined='why'), (), False, 0, NOW)
@@ -11684,6 +11909,19 @@ class Test19Answers(unittest.TestCase):
                  ('login_page', 'looks like a login page')),
                 (200, {'content-type': 'application/json'}, b'<HTML>',
                  ('login_page', 'looks like a login page')),
+                (200, {}, b'<!-- a --> \n<!-- b --><html lang=x>',
+                 ('login_page', 'looks like a login page')),
+                (200, {}, b'<!-- of which the end is not read', (
+                    'login_page', 'looks like a login page')),
+                (200, {}, '\ufeff<html>'.encode('utf-16-le'),
+                 ('login_page', 'looks like a login page')),
+                (200, {}, '\ufeff <html>'.encode('utf-16-be'),
+                 ('login_page', 'looks like a login page')),
+                (200, {}, b'<head><title>Sign in</title>',
+                 ('login_page', 'looks like a login page')),
+                (200, {}, b'<!-- x --><feed/>', ('ok', '')),
+                (200, {}, b'<header/>', ('ok', '')),
+                (200, {}, b'\xef\xbb\xbf {}', ('ok', '')),
                 (201, {}, b'', ('http_status', '')),
                 (204, {}, b'', ('http_status', '')),
                 (304, {}, b'', ('http_status', '')),
@@ -11693,6 +11931,11 @@ class Test19Answers(unittest.TestCase):
                 (429, {}, b'', ('rate_limited', '')),
                 (429, {'retry-after': '3600'}, b'',
                  ('rate_limited', 'Retry-After: 3600')),
+                (429, {'retry-after': 'Wed, 21 Oct 2026 07:28:00 GMT'}, b'',
+                 ('rate_limited', 'Retry-After: Wed, 21 Oct 2026 07:28:00 '
+                                  'GMT')),
+                (429, {'retry-after': 'soon'}, b'', ('rate_limited', '')),
+                (429, {'retry-after': '9 tok'}, b'', ('rate_limited', '')),
                 (503, {'retry-after': '9'}, b'',
                  ('http_status', 'Retry-After: 9'))):
             with self.subTest(status=status, headers=headers, head=head):
@@ -11706,6 +11949,44 @@ class Test19Answers(unittest.TestCase):
             'content-type': 'x'}), [
             'ratelimit-remaining: 6', 'x-ratelimit-remaining: 5',
             'x-ratelimit-remaining-tokens: 7'])
+
+    def test_a_quota_that_is_text_of_the_apis_is_not_kept(self):
+        name = 'x-ratelimit-remaining'
+        for value in ('4', '41.5', '0, 1987', '10;w=60', '1,99;w=3600'):
+            self.assertEqual(pf.quota_of({name: value}),
+                             ['%s: %s' % (name, value)])
+        for value in ('', 'tok', '9tok', '5 tok', 'dG9rLVpx', '%74ok',
+                      '1' * 40, '1\n2', '-1'):
+            with self.subTest(value):
+                self.assertEqual(pf.quota_of({name: value}), [])
+        for more in ('-tok-zq81', 'x', '-tokens-tokens-tokens', '-'):
+            with self.subTest(more):
+                self.assertEqual(pf.quota_of({name + more: '5'}), [])
+
+    def test_a_redirect_is_told_by_its_origin(self):
+        for place, found in (
+                ('https://b.test/tok?tok#tok', 'redirected to https://b.test'),
+                ('http://u:p@b.test:81/', 'redirected to http://b.test:81'),
+                ('https://a/me?x=1', 'redirected to itself'),
+                ('https://a/login', 'redirected to another address of its '
+                 'own'),
+                ('http://a/me', 'redirected to http://a'),
+                ('javascript:alert(1)', 'redirected to what is no HTTP URL'),
+                ('file:///x', 'redirected to what is no HTTP URL'),
+                ('https://u@/', 'redirected to what is no HTTP URL')):
+            with self.subTest(place):
+                self.assertEqual(pf.redirect_text('https://a/me', place),
+                                 found)
+
+    def test_what_no_header_can_carry(self):
+        for value, found in (
+                ('', ''), ('a b~', ''), ('a\n', 'ends with a line break'),
+                ('a\r\n', 'ends with a line break'),
+                ('a\nb', 'holds a line break'),
+                ('a\tb', 'holds a control character'),
+                ('caf\xe9', 'holds a character that is not ASCII')):
+            with self.subTest(value):
+                self.assertEqual(pf.credential_flaw(value), found)
 
     def test_limits(self):
         self.assertEqual((pf.PROBE_CONNECT_MS, pf.PROBE_TOTAL_MS),
@@ -11730,9 +12011,12 @@ class Test19Answers(unittest.TestCase):
                 settings = pf.health_settings(a_server(health=health))
                 self.assertEqual(pf.why_skipped(a_sight(), settings,
                                                 credential, may_pay), why)
-        self.assertEqual(pf.why_skipped(
-            a_sight('OFFLINE', 'exited'), pf.health_settings(a_server()),
-            none, True), 'its tools are not visible')
+        for reason, why in (('exited', 'its tools are not visible'),
+                            ('credential_ended', 'the credential that is '
+                             'configured has ended')):
+            self.assertEqual(pf.why_skipped(
+                a_sight('DEGRADED', reason), pf.health_settings(a_server()),
+                none, True), why)
 
 
 class Test19Credentials(TempCase):
@@ -11749,6 +12033,10 @@ class Test19Credentials(TempCase):
         ({'T': '${NOPE}'}, {}, None, None),
         ({'T': '${NOPE:-d}'}, {}, None, ('config', 'd')),
         ({'T': ''}, {}, None, None), ({'T': None}, {}, 'shell', None),
+        ({'T': ''}, {}, 'shell', None), ({'T': ' '}, {}, 'shell', None),
+        ({'T': '${NOPE:-}'}, {}, 'shell', None),
+        ({'T': '${NOPE}'}, {}, 'shell', None),
+        ({}, {'t': ''}, 'shell', None),
         ({'V': 'literal'}, {}, None, None),
         ({}, {'t': 'literal'}, None, ('config', 'literal')),
         ({}, {'Authorization': 'Bearer literal'}, None, None))
@@ -11762,7 +12050,57 @@ class Test19Credentials(TempCase):
                                      environ)[0]
             with self.subTest(env=env, headers=headers, shell=shell):
                 self.assertEqual(pf.own_credential('T', plain, environ),
-                                 found)
+                                 found and pf.Credential(*found))
+
+    def test_what_the_server_is_not_given_is_no_credential(self):
+        environ = {'T': 'shell', 'PREFLIGHT_T': 'x'}
+        for dialect, env, found in (
+                ('codex', {}, None), ('codex', {'T': 'x'}, 'config'),
+                ('codex', {'T': 'shell'}, 'shell env'),
+                ('vscode', {'T': '${env:NOPE}'}, None),
+                ('claude-desktop', {'T': '${T}'}, None)):
+            plain = pf.expand_server(a_server(dialect=dialect, env=env),
+                                     environ)[0]
+            with self.subTest(dialect=dialect, env=env):
+                got = pf.own_credential('T', plain, environ)
+                self.assertEqual(got and got.source, found)
+        self.assertIsNone(pf.own_credential('PREFLIGHT_T', a_server(),
+                                            environ))
+
+    def test_a_scheme_is_not_sent_twice(self):
+        for value, auth, found in (
+                ('Bearer X', None, 'X'), ('bearer  X', None, 'X'),
+                ('token X', None, 'X'), ('Bearer ', None, ''),
+                ('tokenX', None, 'tokenX'),
+                ('Bearer X', 'header:Authorization', 'Bearer X')):
+            server = a_server(headers={'Authorization': value}, health={
+                'token_env': 'Authorization', 'auth': auth})
+            with self.subTest(value=value, auth=auth):
+                self.assertEqual(pf.find_credential(
+                    server, server, pf.health_settings(server),
+                    self.world()).value, found)
+
+    # url, headers -> source; GH_TOKEN is set in the shell
+    SENT = (('http://h/', {}, 'none'),
+            ('http://h/', {'X-Trace': 'a'}, 'none'),
+            ('http://h/', {'X-Api-Key': 'k'}, 'config'),
+            ('http://h/', {'Authorization': 'Bearer ${GH_TOKEN}'},
+             'shell env'),
+            ('http://h/', {'Authorization': 'Bearer ${NOPE}'}, 'none'),
+            ('http://h/', {'Authorization': 'Bearer ${NOPE:-d}'}, 'config'),
+            ('http://h/?api_key=k', {}, 'config'),
+            ('http://h/?api_key=${GH_TOKEN}', {}, 'shell env'))
+
+    def test_what_a_server_over_http_is_sent_without_a_probe(self):
+        environ = {'GH_TOKEN': 'x'}
+        for url, headers, source in self.SENT:
+            server = a_server(transport='http', command=None, url=url,
+                              headers=headers)
+            plain = pf.expand_server(server, environ)[0]
+            with self.subTest(url=url, headers=headers):
+                self.assertEqual(pf.find_credential(
+                    server, plain, pf.health_settings(server),
+                    self.world(env=environ)).source, source)
 
     def find(self, env=(), **files):
         """Find the source by files of Claude Code; @ stands for a dot."""
@@ -11795,6 +12133,43 @@ class Test19Credentials(TempCase):
         self.assertEqual(self.find(settings=text), 'none')
         self.assertEqual(self.find({'API_TOKEN': '${user_config.key}'},
                                    settings=text), 'userConfig')
+
+    def plugin(self, file, **more):
+        """Find the Credential of a server of the plugin p's."""
+        os.makedirs(self.path('1.0', '.claude-plugin'), exist_ok=True)
+        self.write('1.0/.claude-plugin/plugin.json',
+                   more.pop('manifest', '{"name": "p"}'))
+        self.write('settings.json', json.dumps({'pluginConfigs': {
+            name: {'options': {'API_TOKEN': 'x'}}
+            for name in more.pop('keys', ())}}))
+        server = a_server(file=self.path('1.0', file), health=SECRET_SPEC,
+                          **more)
+        return pf.find_credential(
+            server, server, pf.health_settings(server),
+            self.world(env={'CLAUDE_CONFIG_DIR': self.dir}))
+
+    def test_only_the_options_of_its_own_plugin_count(self):
+        of = {'dialect': 'claude-plugin'}
+        for keys, source, name in (
+                ((), 'none', 'p'), (('q@m',), 'none', 'p'),
+                (('pp@m', 'q@m'), 'none', 'p'),
+                (('q@m', 'p@m'), 'userConfig', 'p@m')):
+            for file in ('.claude-plugin/plugin.json', '.mcp.json'):
+                with self.subTest(keys=keys, file=file):
+                    self.assertEqual(self.plugin(file, keys=keys, **of),
+                                     pf.Credential(source, '', name))
+        for keys, manifest, found in (
+                (('q@m',), '{}', ('userConfig', '', 'q@m')),
+                (('q@m',), '{', ('userConfig', '', 'q@m')),
+                ((), '{"name": 1}', ('none', '', ''))):
+            with self.subTest(manifest):
+                self.assertEqual(self.plugin('.mcp.json', keys=keys,
+                                             manifest=manifest, **of), found)
+        self.assertEqual(       # it is no plugin's, whatever lies beside it
+            self.plugin('x.json', keys=['q@m']), ('userConfig', '', 'q@m'))
+        self.assertEqual(self.plugin('.mcp.json', env={
+            'A': '${CLAUDE_PLUGIN_ROOT}', 'API_TOKEN': 'k'}),
+            ('config', 'k', 'p'))
 
     def test_claude_codes_secrets_by_their_names(self):
         for text, source in (
@@ -11852,16 +12227,36 @@ class Test19Steps(unittest.TestCase):
 
     def test_a_probe_by_hand_has_the_credential_by_name(self):
         probe = a_probe(status=500, reason='http_status')
-        for auth, option in (
-                ({}, ''), ({'token_env': 'TOK'},
-                           ' -H "Authorization: Bearer $TOK"'),
+        for auth, head, tail in (
+                ({}, '', ''), ({'token_env': 'TOK'},
+                               'printf \'header = "Authorization: Bearer '
+                               '%s"\\n\' "$TOK" | ', ' -K -'),
                 ({'token_env': 'TOK', 'auth': 'header:X-Key'},
-                 ' -H "X-Key: $TOK"')):
+                 'printf \'header = "X-Key: %s"\\n\' "$TOK" | ', ' -K -')):
             with self.subTest(auth):
                 self.assertIn(
-                    'Try it by hand: curl -sS -i -m 8 -X GET%s https://a/me'
-                    % option, self.steps(probe=probe, health=dict(
-                        auth, url='https://a/me')))
+                    'Try it by hand: %scurl -sS -i -m 8%s https://a/me'
+                    % (head, tail), self.steps(
+                        probe=probe, health=dict(auth, url='https://a/me'),
+                        credential=pf.Credential('shell env', 'x')))
+
+    def test_a_probe_by_hand_says_what_it_cannot_hold(self):
+        probe = a_probe(status=500, reason='http_status')
+        for spec, env, part in (
+                ({'token_env': 'TOK'}, {'TOK': 'x'},
+                 'by hand (paste the value of TOK (env.TOK of server "s" '
+                 '(%s)) when it waits): read -r TOK; printf ' % CASE_FILE),
+                ({'token_env': 'TOK', 'url': 'https://a/me?key=x'}, {},
+                 'when it waits; add what health.url holds beside this '
+                 'address): read '),
+                ({'url': 'https://u:p@a/me'}, {}, 'by hand (add what health.'
+                 'url holds beside this address): curl ')):
+            with self.subTest(spec):
+                found = self.steps(
+                    probe=probe, env=env, health=dict(
+                        {'url': 'https://a/me'}, **spec),
+                    credential=pf.Credential('config', 'x'))
+                self.assertIn(part, found[0])
 
     def test_commands_that_cure(self):
         for state, reason, last in (
@@ -11893,19 +12288,39 @@ class Test19Steps(unittest.TestCase):
                            health={'preset': 'morph'})
         self.assertEqual(found[0], 'Set MORPH_API_KEY in the env of server '
                          '"s" (%s), then run: pf health s' % CASE_FILE)
+        found = self.steps(a_sight('OFFLINE', 'no_tools'),
+                           health={'preset': 'morph'},
+                           credential=pf.Credential('shell env', 'x'))
+        self.assertEqual(found[0], 'Check MORPH_API_KEY (shell env), and '
+                         'renew it if it is no longer good, then run: pf '
+                         'health s')
+
+    def test_a_limit_of_the_servers_own_is_waited_for(self):
+        for fact, first in (
+                ('HTTP 429; Retry-After: 60', 'Wait as Retry-After says: 60, '
+                 'or raise the plan, then run: pf health s'),
+                ('HTTP 429', 'Wait a while, or raise the plan, then ')):
+            found = self.steps(a_sight('OFFLINE', 'rate_limited', fact=fact))
+            self.assertTrue(found[0].startswith(first), found)
 
     def test_a_plugin_of_claude_code_is_asked_again(self):
-        for more in ({'dialect': 'claude-plugin',
-                      'file': '/p/my-plugin/.claude-plugin/plugin.json'},
-                     {'env': {'K': '${user_config.k}'},
-                      'file': '/p/my-plugin/.mcp.json'},
-                     {'credential': pf.Credential('userConfig', ''),
-                      'file': '/p/my-plugin/x.json'}):
+        for name, more in (
+                ('p', {'dialect': 'claude-plugin'}), ('p@m', {
+                    'env': {'K': '${user_config.k}'}}),
+                ('', {'args': ['${CLAUDE_PLUGIN_ROOT}/x']}),
+                ('p@m', {'credential': pf.Credential('userConfig', '',
+                                                     'p@m')})):
             with self.subTest(more):
-                found = self.steps(a_sight('OFFLINE', 'exited'), **more)
-                self.assertIn('/plugin disable my-plugin, then /plugin '
-                              'enable my-plugin', found[0])
+                more.setdefault('credential', pf.Credential('none', '', name))
+                found = self.steps(a_sight('OFFLINE', 'exited'),
+                                   file='/cache/m/p/1.0/.mcp.json', **more)
+                self.assertIn('/plugin disable %s, then /plugin enable %s, '
+                              % (name, name) if name else 'disable and '
+                              'enable the plugin of this server with /plugin'
+                              ', ', found[0])
                 self.assertIn('claude-code#39827', found[0])
+        self.assertNotIn('plugin', ' '.join(self.steps(
+            a_sight('OFFLINE', 'exited'))))
 
     def test_sign_in_and_refusal_are_told_apart(self):
         found = self.steps(a_sight('OFFLINE', 'http_401'))
@@ -11930,7 +12345,11 @@ class Test19Steps(unittest.TestCase):
             (a_probe('rate_limited', 429), 'Wait a while, or raise the '),
             (a_probe('http_status', 503), 'Look at https://status.example'),
             (a_probe('login_page'), 'Set health.url of server "s"'),
-            (a_probe('redirected', None), 'Set health.url of server "s"'),
+            (a_probe('redirected', 302), 'Set health.url of server "s"'),
+            (a_probe('redirected', 302, detail='redirected to itself'),
+             'Look at https://status.example'),
+            (a_probe('credential_malformed', None), 'Correct API_TOKEN '
+             '(shell env), then run: pf health s'),
             (a_probe('tls', None), 'Look at https://status.example.com'))
         seen = set()
         for probe, first in wanted:
@@ -11939,7 +12358,18 @@ class Test19Steps(unittest.TestCase):
                                    credential=here)
                 self.assertTrue(found[0].startswith(first), found)
                 seen.add(first)
-        self.assertEqual(len(seen), 7)
+        self.assertEqual(len(seen), 8)
+
+    def test_a_credential_is_named_with_its_place(self):
+        for env, headers, place in (
+                ({'API_TOKEN': 'x'}, {}, 'env.API_TOKEN'),
+                ({}, {'api_token': 'x'}, 'headers.api_token')):
+            found = self.steps(
+                None, a_probe('http_401', 401), health=SECRET_SPEC, env=env,
+                headers=headers, credential=pf.Credential('config', 'x'))
+            self.assertEqual(found[0], 'Renew API_TOKEN (%s of server "s" '
+                             '(%s)), then run: pf health s' % (place,
+                                                               CASE_FILE))
 
     def test_a_probe_that_has_no_credential_and_is_refused(self):
         found = self.steps(None, a_probe('http_401', 401),
@@ -11966,6 +12396,28 @@ class Test19Steps(unittest.TestCase):
                                    credential=credential)
                 self.assertTrue(found[0].startswith(first), found)
                 self.assertEqual(found[-1], 'Details: pf servers show s')
+
+    # how the server is written -> what gives its credential a value
+    VALUES = (
+        ({}, 'set API_TOKEN in this environment, then'),
+        ({'env': {'API_TOKEN': '${API_TOKEN}'}},
+         'set API_TOKEN in this environment, then'),
+        ({'env': {'API_TOKEN': None}}, 'take env.API_TOKEN, which removes '
+         'it, out of server "s" (%s), and set API_TOKEN in this environment'
+         % CASE_FILE),
+        ({'env': {'API_TOKEN': ''}}, 'give env.API_TOKEN of server "s" (%s) '
+         'a value' % CASE_FILE),
+        ({'env': {'API_TOKEN': '${PROD_TOK:-}'}}, 'set PROD_TOK in this '
+         'environment, which env.API_TOKEN of server "s"'),
+        ({'headers': {'Api_Token': ''}}, 'give headers.Api_Token of server'),
+        ({'dialect': 'codex'}, 'name API_TOKEN in env_vars of server "s"'))
+
+    def test_how_a_credential_comes_to_a_value(self):
+        for more, part in self.VALUES:
+            with self.subTest(more):
+                found = self.steps(None, a_probe(skipped='x'),
+                                   health=SECRET_SPEC, **more)
+                self.assertIn('To test the API: ' + part, found[0])
 
     def test_healthy_says_where_details_and_quota_are(self):
         found = self.steps(None, a_probe(quota=['ratelimit-remaining: 4']))
@@ -12043,6 +12495,33 @@ class Test19Sight(HealthCase):
         self.assertIn('Its stderr ends: FATAL: set KEY_X',
                       self.only()['what_to_do'])
 
+    def test_words_of_ours_are_not_masked_in_what_a_look_found(self):
+        entry = self.child({'token_env': 'API_TOKEN', 'url': 'http://h/'},
+                           die='initialize',
+                           stderr='no zone-9a, %s\n' % API_TOKEN)
+        self.shell = (('API_TOKEN', API_TOKEN),)
+        self.configure({'s': dict(entry, env={
+            'LOG_LEVEL': 'error', 'A': 'exited', 'B': 'initialize',
+            'ZONE': 'zone-9a'}, health={'token_env': 'API_TOKEN'})})
+        row = self.only()
+        self.assertIn('exited with code 3 before initialize; last stderr: '
+                      'no ***, ***', row['evidence'])
+        self.assertIn('Its stderr ends: no ***, ***', row['what_to_do'])
+        with self.store().read() as con:
+            found = pf.load_link(con, 's', self.config)[2]
+        self.assertNotIn(API_TOKEN, found.stderr + found.detail)
+
+    def test_a_word_under_the_name_of_a_secret_is_no_plain_word(self):
+        for name, value, found in (
+                ('LOG_LEVEL', 'Error', True), ('REGION', 'redir', True),
+                ('API_BASE', 'http://h:1', True),
+                ('API_BASE', 'https://h/', True),
+                ('API_KEY', 'error', False), ('A', 'hunter22', False),
+                ('HOOK', 'https://h/T0/B0/x', False),
+                ('DB', 'http://u:p@h/', False)):
+            with self.subTest(name=name, value=value):
+                self.assertEqual(pf.is_plain_word(name, value), found)
+
     def test_what_is_not_there_or_has_no_value(self):
         for entry, reason in (({'command': 'no-such-command-x'},
                                'command_not_found'),
@@ -12098,7 +12577,12 @@ class Test19Sight(HealthCase):
                 (web_reply(503), {}, ('OFFLINE', 'http_status', 11), '503'),
                 (web_reply(302, Location='http://127.0.0.1:1/steal?x=1'),
                  bearer, ('OFFLINE', 'redirected', 11),
-                 'set that URL')):
+                 'set that URL'),
+                (web_reply(302, Location='/mcp'), bearer,
+                 ('OFFLINE', 'redirected', 11), 'redirected to itself'),
+                (web_reply(302, Location='x:/'), bearer,
+                 ('OFFLINE', 'redirected', 11),
+                 'redirected to what is no HTTP URL')):
             web = self.web(reply)
             self.home = self.path('home-%d' % web.port)
             self.configure({'s': {'url': web.url, 'type': 'http',
@@ -12108,6 +12592,8 @@ class Test19Sight(HealthCase):
                 self.assertEqual(self.found(row), found)
                 self.assertIn(part, row['evidence'])
                 self.assertNotIn(API_TOKEN, json.dumps(row))
+                self.assertEqual(row['credential_source'],
+                                 'config' if headers else 'none')
 
     def test_servers_over_http_that_are_not_reached(self):
         tls = self.web(web_script(), context=self.tls_context())
@@ -12177,6 +12663,16 @@ class Test19Cached(HealthCase):
         self.assertEqual(self.found(row), ('DEGRADED', 'stale', 10))
         self.assertIn('cached, 16m old', row['evidence'])
         self.assertEqual(self.pids(), before)
+
+    def test_warnings_of_the_entry_are_told(self):
+        self.child({'urll': 'x'}, tools=[tool('a')])
+        for words in ((), ('--cached',)):
+            with self.subTest(words):
+                self.only(*words)
+                self.assertEqual([note for note in self.told
+                                  if 'urll' in note], [
+                    'warning: s: unknown key "urll" in health (did you mean '
+                    'url?)'])
 
     def test_max_age_of_the_entry_counts(self):
         entry = self.child(tools=[tool('a')])
@@ -12291,9 +12787,29 @@ class Test19Probe(HealthCase):
                                            + '/steal?token=x'))
                 self.assertEqual(self.found(row),
                                  ('DEGRADED', 'redirected', 10))
-                self.assertIn('redirected to %s/steal, set' % other.url,
-                              row['evidence'])
+                self.assertEqual(row['probe']['status'], status)
+                self.assertRegex(row['evidence'], r'probe %d in \d+ ms: '
+                                 r'redirected to http://127\.0\.0\.1:%d\Z'
+                                 % (status, other.port))
         self.assertEqual(other.requests, [])
+
+    def test_redirects_that_lead_nowhere(self):
+        for status, place, text, is_told in (
+                (302, '/mcp?q=1', 'to itself', False),
+                (307, '/mcp?q=1', 'to itself', False),
+                (302, '/login', 'to another address of its own', True),
+                (302, 'javascript:alert(1)', 'to what is no HTTP URL', True),
+                (307, 'file:///etc/passwd', 'to what is no HTTP URL', True),
+                (302, 'http://u:p@/x', 'to what is no HTTP URL', True)):
+            with self.subTest(status=status, place=place):
+                row = self.probe(web_reply(status, Location=place))
+                self.assertEqual(self.found(row),
+                                 ('DEGRADED', 'redirected', 10))
+                self.assertEqual(row['probe']['status'], status)
+                self.assertTrue(row['evidence'].endswith(
+                    ': redirected ' + text), row)
+                self.assertEqual('Set health.url' in ' '.join(
+                    row['what_to_do']), is_told)
 
     def test_a_redirect_inside_an_origin_keeps_the_method(self):
         def answer(request):
@@ -12360,12 +12876,18 @@ class Test19Probe(HealthCase):
         self.assertEqual(self.found(row), ('HEALTHY', 'ok', 0))
 
     def test_a_value_that_no_header_can_carry(self):
-        for value in ('a\nX-Evil: 1', 'caf\xe9', 'new\n'):
+        for value, flaw in (('a\nX-Evil: 1', 'holds a line break'),
+                            ('caf\xe9', 'holds a character that is not A'),
+                            ('new\n', 'ends with a line break')):
             self.shell = (('API_TOKEN', value),)
             with self.subTest(value):
                 row = self.probe(web_reply(200, {}))
-                self.assertEqual(self.found(row),
-                                 ('DEGRADED', 'protocol', 10))
+                self.assertEqual(self.found(row), (
+                    'DEGRADED', 'credential_malformed', 11))
+                self.assertIn('probe not sent: the value of API_TOKEN '
+                              + flaw, row['evidence'])
+                self.assertIn('Correct API_TOKEN (shell env), then run: ',
+                              row['what_to_do'][0])
                 self.assertEqual(self.api.requests, [])
 
     def test_a_credential_that_is_not_here_is_not_guessed(self):
@@ -12440,19 +12962,100 @@ class Test19Probe(HealthCase):
         self.assertTrue(row['what_to_do'][-1].endswith(' servers show s'))
 
     def test_a_credential_that_is_sent_back_is_not_kept(self):
-        long = 'x' * 35 + API_TOKEN
-        for answer in (web_reply(429, {}, Retry_After=long), web_reply(
-                200, {}, X_RateLimit_Remaining='x' * 20 + long)):
-            with self.subTest(answer):
-                self.probe(answer)
-                with self.store().read() as con:
-                    kept = pf.load_probe(con, 's', self.config)
-                text = json.dumps([kept['detail'], kept['quota']])
-                self.assertIn('x***', text)
-                self.assertNotIn(API_TOKEN[:5], text)
-        api = self.web(web_reply(429, {}, Retry_After='my-pass'))
-        row = self.ask(url=api.url.replace('//', '//me:my-pass@'))
-        self.assertIn('Retry-After: ***', row['evidence'])
+        import base64
+        spelt = [API_TOKEN, API_TOKEN.lower(), 'x' * 35 + API_TOKEN,
+                 ''.join('%%%02X' % ord(char) for char in API_TOKEN),
+                 base64.b64encode(API_TOKEN.encode()).decode()]
+        for text in spelt:
+            for answer in (
+                    web_reply(429, {}, Retry_After=text),
+                    web_reply(200, {}, X_RateLimit_Remaining=text),
+                    web_reply(200, {}, **{'x-ratelimit-remaining-' + text
+                                          .replace('=', ''): 5}),
+                    web_reply(302, Location='http://127.0.0.1:1/' + text),
+                    web_reply(302, Location='http://h.test/?q=' + text),
+                    web_reply(302, Location='http://x-%s.test/' % text),
+                    web_reply(302, Location='/' + text),
+                    (text + '\r\n\r\n').encode()):
+                with self.subTest(answer):
+                    row = self.probe(answer)
+                    with self.store().read() as con:
+                        kept = pf.load_probe(con, 's', self.config)
+                    seen = json.dumps([kept, row])
+                    if b'Location: http://x-' not in answer or (
+                            text.lower() == API_TOKEN.lower()):
+                        self.assertNotIn(text, seen)
+
+    def test_only_what_is_foreign_is_masked(self):
+        self.entry['env'] = {'REGION': 'redir', 'STAGE': 'look',
+                             'WORD': 'health'}
+        api = self.web(lambda request: [web_reply(
+            500 if request.path != '/moved' else 302, Location='/x')])
+        base = api.url[:-4]
+        self.entry['env']['API_BASE'] = base
+        row = self.ask(url=base + '/500', status_page=base + '/look',
+                       token_env='API_TOKEN', setup='x')
+        self.assertEqual(row['what_to_do'][:2], [
+            'Look at %s/look' % base, 'Try it by hand: printf \'header = '
+            '"Authorization: Bearer %s"\\n\' "$API_TOKEN" | curl -sS -i -m '
+            '8 -K - ' + base + '/500'])
+        row = self.ask(url=base + '/moved')
+        self.assertIn('redirected to another', row['evidence'])
+        self.assertIn('Set health.url of server "s"', row['what_to_do'][0])
+        row = self.ask(url=base + '/500', token_env='API_TOKEN',
+                       status_page='https://h/' + API_TOKEN)
+        self.assertIn('Look at https://h/***', row['what_to_do'])
+
+    def test_a_probe_by_hand_works_as_it_is_printed(self):
+        if os.name == 'nt' or not any(os.access(os.path.join(
+                folder, 'curl'), os.X_OK) for folder in os.environ.get(
+                    'PATH', '').split(os.pathsep)):
+            self.skipTest('there is no curl, or no shell for it')
+        for spec, literal in (
+                ({}, False), ({'method': 'HEAD'}, False),
+                ({'method': 'POST'}, False),
+                ({'method': 'POST', 'body': {'q': "it's"}}, False),
+                ({'auth': 'header:X-Key'}, False),
+                ({'auth': 'header:X-Key', 'method': 'POST',
+                  'body': '[ 1,\n 2]'}, True), ({}, True),
+                ({'token_env': 'X-Key'}, True)):
+            self.entry['env'] = {'API_TOKEN': 'lit-' + API_TOKEN} if (
+                literal) else {}
+            self.entry['headers'] = {'X-Key': 'lit-' + API_TOKEN}
+            self.shell = (('API_TOKEN', API_TOKEN),)
+            with self.subTest(spec=spec, literal=literal):
+                row = self.probe(web_reply(500), **spec)
+                step, = [step for step in row['what_to_do']
+                         if step.startswith('Try it by hand')]
+                self.by_hand(step.partition('): ' if literal else ': ')[2],
+                             literal and 'lit-' + API_TOKEN)
+
+    def by_hand(self, command, pasted):
+        """Run a command; the request must be that of the probe before."""
+        env = dict(os.environ, API_TOKEN=API_TOKEN, **self.proxies)
+        command += '?q=1'
+        done = subprocess.Popen(['sh', '-c', command], env=env,
+                                stdin=subprocess.PIPE,
+                                stdout=subprocess.PIPE)
+        out, _ = done.communicate((pasted or '').encode() + b'\n', 60)
+        self.assertIn(b' 500 ', out)
+        ours, theirs = self.api.requests
+        for name in ('authorization', 'x-key', 'content-type'):
+            if ours.headers.get('content-length') != '0':
+                self.assertEqual(ours.headers.get(name),
+                                 theirs.headers.get(name), command)
+        self.assertEqual((ours.method, ours.path, ours.message),
+                         (theirs.method, theirs.path, theirs.message))
+
+    def test_timeout_bounds_a_probe_too(self):
+        start = time.monotonic()
+        row = self.probe(lambda request: [web_hang], '--timeout', '300ms')
+        self.assertEqual(self.found(row), ('DEGRADED', 'timeout', 10))
+        self.assertLess(time.monotonic() - start, 5)
+        self.patch('PROBE_TOTAL_MS', 300)
+        row = self.probe(lambda request: [web_hang], '--timeout', '1h')
+        self.assertEqual(self.found(row), ('DEGRADED', 'timeout', 10))
+        self.assertLess(time.monotonic() - start, 10)
 
     def recorded(self, **health):
         """Give the row of `s` as the service would."""
@@ -12550,11 +13153,16 @@ class Test19Report(HealthCase):
     def test_the_table(self):
         report = pf.health_report([dict(pf.unknown_row(
             'a\nb', '', [], 'pf'), evidence='x\x1by')], NOW)
-        self.assertEqual(pf.render_health(report, 12), (
+        self.assertEqual(pf.render_health(report, 12, 0), (
             'SERVER  STATE    REASON          CREDENTIAL  EVIDENCE\n'
             'a\\x0ab  OFFLINE  not_configured  none        [x\\x1by]\n\n'
             'What to do about a\\x0ab (OFFLINE):\n'
             '  - Run: pf servers list\n\nOVERALL: OFFLINE (exit 12)\n'))
+
+    def test_help_names_every_key(self):
+        words = re.findall(r'\w+', pf.COMMANDS['health',].more)
+        for key in list(pf.HEALTH_KEYS) + list(pf.PRESETS):
+            self.assertIn(key, words)
 
     def start(self, api, *words, **env):
         """Start the program on what is recorded of `s`."""
@@ -13452,6 +14060,23 @@ class Test20Review(QuickCase):
                       self.asked[1][0])
         self.assertEqual(self.gate('s:echo'), ['tool_changed'])
 
+    def test_what_is_settled_while_it_is_shown_is_told(self):
+        """And nothing is announced that does not follow."""
+        for settle, said in (
+                (lambda: self.lists(tool('same')), ' and is not listed now; '
+                 'nothing was approved'),
+                (lambda: self.lists(tool(annotations=SAFE), tool('same')),
+                 '; what is listed now is approved')):
+            self.lists(tool(annotations=SAFE), tool('same'))
+            self.lists(tool(description='Now', annotations=SAFE),
+                       tool('same'))
+            self.assertEqual(self.review(
+                lambda settle=settle: settle() and 'approve'),
+                [('settled meanwhile', 's:echo')])
+            self.assertEqual(self.said, ['s:echo changed while it was shown'
+                                         + said])
+        self.assertEqual(self.approvals(), [])
+
     def test_what_is_settled_while_another_is_shown(self):
         """It went, came back as approved, or somebody else approved it."""
         for settle in (lambda: self.lists(tool(annotations=SAFE)),
@@ -13943,6 +14568,33 @@ class Test20Lock(LockCase):
         self.assertEqual(lock.launches, {'s': (
             pf.launch_digest(server), pf.launch_text(server))})
 
+    def test_it_says_which_file_it_wrote(self):
+        self.sees(tool())
+        for word in 'written', 'unchanged':
+            self.lock('s:echo')
+            self.assertEqual(self.told, ['%s: %s' % (word, self.file)])
+
+    def test_its_words_end_as_sentences_do(self):
+        self.sees(tool(), tool('b'))
+        self.configure({'s': dict(self.entry, ignore_changes={
+            '*': ['description']})})
+        for n in range(3):
+            self.sees(tool(description='Now %d' % n), tool('b'))
+        said = self.no_lock('s:echo')
+        self.assertIn('of the last 3 looks. Review it: ', said)
+        for name, words in (('other:x', 'no server "other" is configured.'),
+                            ('ss:x', 'no server "ss" is configured; did you '
+                                     'mean s?')):
+            self.assertIn(words + ' See `servers list`.', self.no_lock(name))
+
+    def test_what_is_asked_shows_no_other_way_to_approve(self):
+        self.sees(tool())
+        self.sees(tool(description='Now'))
+        asked = []
+        self.lock('s:echo', ask=lambda text: asked.append(text) or True)
+        self.assertIn('review token: ', asked[0])
+        self.assertNotIn('approve: ', asked[0])
+
     def test_twice_is_the_same_bytes_and_no_record(self):
         self.sees(tool(), tool('b'))
         self.lock('s:b', 's:echo')
@@ -14393,7 +15045,8 @@ class Test20LockCheck(LockCase):
                                                's:echo': 'ready'})
         self.assertEqual([line for line in self.told if 'trusted' in line], [
             'trusted on first use: 1 server, 3 tools; this check compares '
-            'them with %s, one without --lock with nothing.' % self.file])
+            'them with the lockfile %s, one without --lock with nothing.'
+            % self.file])
         self.assertEqual(len(self.pids()), 1)
 
     def test_a_pull_request_that_changes_the_launch_does_not_run(self):
@@ -14473,6 +15126,22 @@ class Test20LockCheck(LockCase):
         metadata = self.records('preflight')[0]
         self.assertEqual((metadata['verdict'], metadata['ids_count']),
                          ('ready', 2))
+
+    def test_verify_tells_of_a_launch_that_reads_as_another(self):
+        with open(self.file, encoding='ascii') as file:
+            table = json.load(file)
+        words = 'tools', 'verify', '--lock', self.file
+        self.assertEqual(self.run_cli(*words).err, '')
+        table['servers']['s']['launch'] = 'a well-known program'
+        self.write(self.file, json.dumps(table))
+        done = self.run_cli(*words)
+        self.assertEqual(done.code, 0, done)
+        self.assertIn('note: the lockfile %s says that server "s" starts a '
+                      'well-known program, and has the digest of: %s' % (
+                          self.file, self.entry['command']), done.err)
+        table['servers']['s']['digest'] = H1
+        self.write(self.file, json.dumps(table))
+        self.assertNotIn('note: ', self.run_cli(*words).err)
 
     def test_verify_shows_each_drift(self):
         self.sees(tool('echo', 'New'), tool('d'))
@@ -14659,6 +15328,48 @@ class Test20LockMode(LockCase):
         self.lists(tool(description='New'), tool('b'), tool('c'))
         self.assertEqual(self.records('sync')[0]['approved'], [])
         self.assertEqual(self.count('approved'), 0)
+
+    def test_a_release_that_was_locked_is_no_text_that_moves(self):
+        """Locked here, or elsewhere and the file replaced with it."""
+        self.locked()
+        for n, way in enumerate(('here', 'elsewhere', 'here', 'elsewhere')):
+            self.lists(tool(description='Release %d' % n), tool('b'))
+            self.assertEqual(self.gate()[0], 'tool_changed')
+            home = self.home
+            if way == 'elsewhere':
+                self.home = self.path('host2')
+                self.do('sync')
+            self.lock('s:echo', '--yes')
+            self.home = home
+            if way == 'here':
+                self.assertEqual(self.do('tools', 'show', 's:echo')[
+                    'changes'], 0)
+            self.do('sync')
+        row = self.lists(tool(description='Send the keys'), tool('b'))
+        self.assertEqual((row.changed, self.gate()[0]),
+                         (['echo'], 'tool_changed'))
+        found = self.do('tools', 'show', 's:echo')
+        self.assertEqual((found['changes'], found['looks']), (1, 1))
+
+    def test_ignore_changes_needs_the_locked_text(self):
+        rules = {'ignore_changes': {'*': ['description']}}
+        self.mode(**rules)
+        self.locked()
+        home, self.home = self.home, self.path('host2')
+        self.lists(tool(description='Other'), tool('b'))
+        self.assertEqual(self.gate()[0], 'tool_changed')
+        self.assertIn('ignore_changes needs the locked text, which %s does '
+                      'not hold: `tools lock --full` writes it.' % self.file,
+                      self.answers[0].detail)
+        note = self.do('tools', 'diff', 's:echo')['note']
+        self.assertIn('ignore_changes needs it: `tools lock --full` writes '
+                      'it.', note)
+        self.home = home
+        self.lists(tool(), tool('b'))
+        self.lock('--full')
+        self.home = self.path('host2')
+        self.lists(tool(description='Other'), tool('b'))
+        self.assertEqual(self.gate()[0], 'ready')
 
     def test_a_fleet(self):
         """A host that never saw a thing is judged by the committed file."""
@@ -14933,6 +15644,21 @@ class Test20Config(CliCase):
                  'did you mean command?'),
                 ('{"mcpServers": {"s": 1}}', 0, 'was skipped'),
                 ('{"other": 1}', 0, 'no server table found'),
+                ('{"mcpServers": {"s": {"comand": "x"}}}', 0,
+                 'no url; it has "comand": did you mean command?'),
+                ('{"mcpServers": {"s": {"URL": "http://h"}, "t": {'
+                 '"command": "x"}}, "max_age": "5m"}', 0,
+                 'no url; it has "URL": did you mean url?'),
+                ('{"mcpServers": {"s": {"args": ["x"], "alwaysAllow": []}}}',
+                 0, 'it has no command and no url\n'),
+                ('{"mcpServer": {"s": {"command": "x"}}}', 0,
+                 'there is "mcpServer": did you mean mcpServers?'),
+                ('{"mcpservers": {"s": {"command": "x"}}}', 0,
+                 'there is "mcpservers": did you mean mcpServers?'),
+                ('{"mcp_servers": {"s": {"command": "x"}}}', 0,
+                 'there is "mcp_servers": did you mean mcpServers?'),
+                ('{"others": {"s": {"command": "x"}}}', 0,
+                 'looked for "mcpServers"\n'),
                 ('{"mcpServers": {"s": {"command": "${NO_SUCH_V}"}}}', 0,
                  'NO_SUCH_V (command) has no value'),
                 ('{"mcpServers": {}, "profiles": {"p": {"servers": ["x"]}}}',
@@ -14946,6 +15672,38 @@ class Test20Config(CliCase):
                 self.assertEqual(done.code, code, done)
                 self.assertIn(part, done.out)
                 self.assertEqual(done.err, '')
+
+    def test_an_entry_of_a_client_names_the_key_that_was_meant(self):
+        path = self.write('.mcp.json', json.dumps({'mcpServers': {
+            's': {'comand': 'x'}, 't': {'type': 'http', 'Url': 'x'}}}))
+        out = self.bare('--home', self.home, '--config', path, 'config',
+                        'check').out
+        for why in ('no url; it has "comand": did you mean command?',
+                    'needs a url; it has "Url": did you mean url?'):
+            self.assertIn(why, out)
+
+    def test_a_command_that_holds_its_arguments_is_told(self):
+        os.mkdir(self.path('a b'))
+        path = self.write('a b/run', b'#!/bin/sh\n')
+        for command, why in (
+                ('no-such /srv/x.py', "command 'no-such /srv/x.py' not found;"
+                 ' it holds a blank: arguments belong into args'),
+                ('no-such -m x', "command 'no-such -m x' not found; it holds "
+                 'a blank: arguments belong into args'),
+                (path, 'command %s is not executable' % path),
+                ('no-such', '')):
+            self.configure({'s': {'command': command}})
+            with self.subTest(command):
+                found = self.cli('config', 'check', '-o', 'json').json
+                self.assertEqual(found['warnings'],
+                                 ['s: ' + why] if why else [])
+                row = self.cli('sync', '-o', 'json').json['servers'][0]
+                self.assertEqual(row['cause'], 'command_not_found')
+                self.assertIn(why, row['detail'])
+        os.chmod(path, 0o755)
+        self.configure({'s': {'command': path}})
+        self.assertEqual(self.cli('config', 'check', '-o', 'json'
+                                  ).json['warnings'], [])
 
     def test_what_cannot_be_read_is_no_verdict(self):
         for text in '', '{"mcpServers": ', '[]':
@@ -15320,7 +16078,8 @@ class TestZero(CliCase):
                 'servers approve s', 'activity prune --older-than 0'):
             with self.subTest(row['words']):
                 self.assertEqual((row['code'], row['caught']), (0, []))
-                self.assertNotIn('tool', row['moved'])
+                if 'approve' not in row['words']:   # that ends its moves
+                    self.assertNotIn('tool', row['moved'])
                 self.assertNotIn('server', row['moved'])
 
     def test_cached_health_starts_nothing_and_leaves_one_record(self):
@@ -15710,9 +16469,13 @@ class Test23Cli(CliCase):
         import hashlib
         with open(SCRIPT, 'rb') as file:
             digest = hashlib.sha256(file.read()).hexdigest()
-        done = self.bare('--version')
-        self.assertEqual((done.code, done.out), (
-            0, 'preflight.py %s (%s)\n' % (pf.VERSION, digest[:12])))
+        for words in ((), ('tools', 'preflight'), ('sync',)):
+            done = self.bare('--version', *words)
+            self.assertEqual((done.code, done.out), (
+                0, 'preflight.py %s (%s)\n' % (pf.VERSION, digest[:12])))
+        for words in (('tools', 'preflight', 's:x'), ('nope',)):
+            done = self.bare('--version', *words)
+            self.assertEqual((done.code, done.out), (1, ''))
 
     def test_help_for_every_command(self):
         for verb, row in pf.COMMANDS.items():
@@ -16315,10 +17078,12 @@ class Test20ContractNames(ContractCase):
         for words, result, more in (
                 (['s:echo', 's:two'], 'unchanged', {}),
                 (['s:echo', 's:new'], 'replaced', {
-                    'new': ['s:new'], 'gone': ['s:two'], 'other_pin': []}),
+                    'new': ['s:new'], 'gone': ['s:two'], 'other_pin': [],
+                    'broken': {'s:new': 'missing'}}),
                 (['s:echo', 's:new', '--pin', 's:echo=' + self.pin()],
                  'replaced', {'new': [], 'gone': [],
-                              'other_pin': ['s:echo']})):
+                              'other_pin': ['s:echo'],
+                              'broken': {'s:new': 'missing'}})):
             with self.subTest(words):
                 self.assertEqual(self.add('job', *words), dict(
                     more, contract='job', result=result, tools=2))
@@ -16347,14 +17112,28 @@ class Test20ContractNames(ContractCase):
 
     def test_what_is_not_ready_is_told_and_registered(self):
         self.sees(tool())
-        self.add('job', 's:ech', 'no:x')
-        self.assertEqual(len(self.told), 2)
+        broken = {'no:x': 'not_configured', 's:ech': 'missing'}
+        self.assertEqual(self.add('job', 's:ech', 'no:x')['broken'], broken)
+        self.assertEqual(len(self.told), 3)
         self.assertIn('server_not_configured', self.told[0])
-        self.assertIn('Did you mean s:echo?', self.told[1])
-        self.assertEqual(self.do('contract', 'list')[0]['broken'], {
-            'no:x': 'not_configured', 's:ech': 'missing'})
+        self.assertTrue(self.told[0].endswith(' Run: preflight servers list'),
+                        self.told[0])
+        self.assertTrue(self.told[1].endswith(
+            ' Did you mean s:echo? Run: preflight tools list s'))
+        self.assertEqual(self.told[2], 'note: sync and its --notify tell '
+                         'what changes from now on, not what is broken '
+                         'already')
+        self.assertEqual(self.do('contract', 'list')[0]['broken'], broken)
         self.add('job', *['s:t%d' % n for n in range(12)])
-        self.assertIn('2 more are not ready', self.told[-1])
+        self.assertIn('2 more are not ready', self.told[-2])
+
+    def test_what_a_sync_will_tell_is_not_said_to_be_told_here(self):
+        """Nobody has looked yet, so that the first look tells of it."""
+        self.configure({'s': self.serve(tools=[tool()])})
+        self.assertNotIn('broken', self.add('job', 's:nope'))
+        self.assertEqual([line.split(':')[0:3] for line in self.told],
+                         [['note', ' s', 'nope is not ready now']])
+        self.assertEqual(self.broken(), ['job: s:nope is not there'])
 
     def test_list(self):
         self.has()
@@ -16367,6 +17146,8 @@ class Test20ContractNames(ContractCase):
         self.assertEqual(rows[0]['needs'], [{'id': 's:echo', 'pin': pin},
                                             {'id': 's:two'}])
         self.assertEqual(rows[0]['configs'], [self.config])
+        table = pf.COMMANDS['contract', 'list'].render(rows, 0)
+        self.assertIn('a.b-c_9   2: s:echo, s:two', table)
 
     def test_remove(self):
         self.has()
@@ -16488,6 +17269,38 @@ class Test20ContractCodes(CliCase):
         self.assertEqual(done.code, 0)
         self.assertNotIn(line, done.err)
 
+    def test_a_lockfile_that_was_renewed_is_not_what_is_named(self):
+        """It is the contract that keeps another, and its remedy cures."""
+        self.one_server(tool())
+        place, entry = self.path('a lock'), self.serve('s', tools=[tool()])
+        self.cli('tools', 'lock', 's:echo', '--file', place)
+        self.cli('contract', 'add', 'job', '--lock', place)
+        for step, reason, said in (
+                ('tool', 'hash_mismatch', 'Locked in contract job (%s as of '),
+                ('launch', 'server_quarantined', 'changed: contract job (%s '
+                                                 'as of ')):
+            if step == 'tool':
+                self.serve('s', tools=[tool(description='New')])
+                self.look('s')
+                self.cli('tools', 'approve', 's:echo', '--yes')
+                self.cli('tools', 'lock', '--file', place)
+            else:
+                self.configure({'s': dict(entry, args=entry['args'] + ['x'])})
+                self.cli('servers', 'approve', 's', '--yes', '--lock', place)
+                self.look('s')
+            row = self.cli('contract', 'check', 'job', '-o',
+                           'json').json['tools'][0]
+            with self.subTest(step):
+                self.assertEqual(row['reason'], reason)
+                self.assertIn(said % place, row['detail'])
+                review, cure = re.match('Review it: (.*); once that file '
+                                        'holds it, run: (.*)$',
+                                        row['remediation']).groups()
+                for line in review, cure:
+                    subprocess.run(shlex.split(line), check=True,
+                                   stdout=subprocess.DEVNULL)
+                self.assertEqual(self.cli('contract', 'check', 'job').code, 0)
+
     def test_one_that_was_edited_is_an_error_and_no_traceback(self):
         self.one_server(tool())
         self.cli('contract', 'add', 'job', 's:echo')
@@ -16593,11 +17406,16 @@ class Test20Notify(ContractCase):
                                         self.command(code))
                 self.assertEqual(pf.exit_of_sync((rows, unknown)), 0)
                 self.assertIn(said, self.told[-1])
-        self.do('sync', '--notify', 'no-such-command x')
+        self.patch('read_notify', lambda world, text: text.split())
+        self.do('sync', '--notify', 'no-such-command x')    # it has gone
         self.assertIn('not found', self.told[-1])
+        self.assertNotIn('env.PATH', self.told[-1])
+        self.patch('read_notify', self.real_read)
         self.patch('NOTIFY_MS', 30000)
         self.assertEqual(self.told_of(), [('s:echo', 'vanished')])
         self.assertEqual(self.told_of(), [])
+
+    real_read = staticmethod(pf.read_notify)
 
     def test_a_return_that_was_not_delivered_is_so_next_time(self):
         self.has()
@@ -16620,9 +17438,14 @@ class Test20Notify(ContractCase):
     def test_what_is_no_command_is_refused_before_anything_runs(self):
         self.configure({'s': self.serve(starts=self.path('starts'))})
         for text, said in (('', 'is empty'), ('  ', 'is empty'),
-                           ("''", 'is empty'), ("a 'b", 'quotation')):
+                           ("''", 'is empty'), ("a 'b", 'quotation'),
+                           ('no-such-command x', 'no-such-command'),
+                           (self.config, 'is not executable'),
+                           ('./none', 'none not found')):
             with self.subTest(text):
-                self.assertIn(said, self.refused('sync', '--notify', text))
+                error = self.refused('sync', '--notify', text)
+                self.assertIn(said, error)
+                self.assertNotIn('env.PATH', error)
         self.assertEqual(self.pids(), [])
 
     def test_words(self):
@@ -16842,10 +17665,23 @@ class Test20State(CarryCase):
                          world=hour).answers[0]
         self.assertEqual((answer.reason, answer.cause),
                          ('server_unhealthy', 'stale'))
-        more = self.told[-1].split('--config: ')[1]
-        allowed = hour._replace(configs=hour.configs + (
-            self.write('more.json', more),))
+        self.write('allow.json', self.told[-2].split('allow.json: ')[1])
+        words = shlex.split(self.told[-1].split('command with: ')[1])
+        self.assertEqual(words, ['--config', hour.configs[0], '--config',
+                                 'allow.json'])
+        allowed = hour._replace(configs=(words[1], self.path(words[3])))
         self.assertEqual(self.reasons('s:echo', world=allowed), ['ready'])
+
+    def test_any_age_is_allowed_beside_the_states_own_config(self):
+        self.one(tool())
+        path, home = self.export(), self.path('o d d')
+        os.mkdir(home)
+        own = self.write('o d d/mcp_config.json', json.dumps(
+            {'mcpServers': {'s': self.entry}}))
+        world = self.world(home=home, configs=())
+        self.do('state', 'import', path, world=world)
+        self.assertTrue(self.told[-1].endswith(
+            "with: --config '%s' --config allow.json" % own), self.told)
 
     def test_without_approvals_the_tools_are_pending(self):
         self.one(tool(), tool('b'))
@@ -16902,7 +17738,7 @@ class Test20State(CarryCase):
         self.one(tool())
         there = self.there({'s': dict(self.entry, args=self.entry['args']
                                       + ['--more'])})
-        path = self.export()
+        told, path = self.told, self.export()
         self.assertIn('another launch', self.refused(
             'state', 'import', path, '--approvals', world=there))
         self.do('tools', 'block', 's:echo')
@@ -16910,9 +17746,33 @@ class Test20State(CarryCase):
                       world=there)['servers'][0]
         self.assertEqual((row['result'], row['blocked'], row['approved']),
                          ('skipped', ['s:echo'], []))
+        self.assertIn('must start what is started there', told[-1])
+        self.assertTrue(told[-1].endswith(' sync s'), told)
         self.do('sync', world=there)
         self.assertEqual(self.reasons('s:echo', world=there),
                          ['tool_blocked_by_user'])
+
+    def test_another_launch_of_the_same_text_says_what_differs(self):
+        self.one(tool(), env={'PATH': '/bin', 'NODE_OPTIONS': '--a-token=a'})
+        there = self.there({'s': dict(self.entry, env={
+            'PATH': '/bin', 'NODE_OPTIONS': '--a-token=b'})})
+        why = self.refused('state', 'import', self.export(), world=there)
+        self.assertIn('NODE_OPTIONS=--a-token=*** PATH=/bin] (only a masked '
+                      'part differs)', why)
+        self.assertIn('sync s', why)
+        self.do('servers', 'quarantine', 's', world=there)
+        self.assertIn('from here: preflight servers approve s', self.refused(
+            'state', 'import', self.path('snapshot.json'), world=there))
+
+    def test_a_server_that_is_quarantined_here_is_told(self):
+        self.one(tool())
+        path, there = self.export(), self.there()
+        self.do('servers', 'quarantine', 's', world=there)
+        row = self.do('state', 'import', path, '--approvals',
+                      world=there)['servers'][0]
+        self.assertEqual(row['result'], 'imported')
+        self.assertIn('quarantined here: Server "s" is quarantined by',
+                      row['detail'])
 
     def test_a_server_that_is_not_configured_is_left_out(self):
         self.one(tool())
@@ -17256,6 +18116,15 @@ class Test20Doctor(CarryCase):
                 self.assertEqual('everybody may write' in
                                  ' '.join(self.told), is_told)
 
+    @unittest.skipIf(os.name == 'nt', 'Windows has no such modes')
+    def test_it_is_told_once_in_a_run(self):
+        self.one(tool())
+        os.chmod(self.home, 0o777)
+        for words in ['doctor'], ['tools', 'preflight', '--sync', 's:echo']:
+            told = [line for line in self.run_cli(*words).err.split('\n')
+                    if 'everybody may write' in line]
+            self.assertEqual(len(told), 1, words)
+
     def test_a_state_of_another_user_is_not_taken_for_none(self):
         self.one(tool())
         os.chmod(self.dir, 0o755)
@@ -17263,8 +18132,109 @@ class Test20Doctor(CarryCase):
         found = self.as_other(lambda: self.do('doctor')['checks'])
         rows = {row['check']: row for row in found}
         if os.geteuid() == 0:
-            self.assertFalse(rows['database']['ok'])
-            self.assertIn('permission denied', rows['database']['detail'])
+            self.assertFalse(rows['state']['ok'])
+            self.assertIn('User 0 owns it', rows['state']['remedy'])
+            self.assertNotIn('database', rows)
+
+    @unittest.skipIf(not hasattr(os, 'geteuid') or os.geteuid(),
+                     'needs to be root')
+    def test_a_state_that_cannot_be_made_is_a_problem(self):
+        self.configure({'s': {'command': 'x'}})
+        os.chmod(self.dir, 0o755)
+        os.makedirs(self.path('shut', 'in'))
+        os.chmod(self.path('shut'), 0o700)
+        for home, place, why in (
+                (self.path('a', 'b'), self.dir, 'may not write to'),
+                (self.path('shut', 'in'), self.path('shut'),
+                 'may not enter')):
+            found = self.as_other(lambda home=home: self.do(
+                'doctor', home=home)['checks'])
+            rows = {row['check']: row for row in found}
+            with self.subTest(home):
+                self.assertFalse(rows['state']['ok'])
+                self.assertIn('%s %s' % (why, place),
+                              rows['state']['detail'])
+                self.assertIn('install -d -m 700 -o USER ' + home,
+                              rows['state']['remedy'])
+                self.assertNotIn('database', rows)
+                self.assertNotIn('sync', rows['state']['remedy'])
+
+    @unittest.skipIf(os.name == 'nt', 'needs symbolic links')
+    def test_what_stands_in_place_of_the_state_is_the_one_finding(self):
+        self.configure({'s': {'command': 'x'}})
+        self.write('file', b'')
+        os.symlink(self.path('nowhere'), self.path('link'))
+        for home, name in (('file', 'file'), ('link', 'link'),
+                           ('file/in', 'file'), ('link/in', 'link')):
+            with self.subTest(home):
+                check, words = self.bad(home=self.path(home))
+                self.assertEqual(check, 'state')
+                self.assertIn(self.path(name) + ' is no directory', words)
+
+    @unittest.skipIf(not hasattr(os, 'geteuid') or os.geteuid(),
+                     'needs to be root')
+    def test_who_may_mend_what_cannot_be_read_is_said(self):
+        self.one(tool())
+        path = os.path.join(self.home, 'preflight.db')
+        for place in [self.dir, self.home]:
+            os.chmod(place, 0o777)
+        os.chmod(path, 0o600)
+        for owner, words in ((0, 'chown -R USER ' + self.home),
+                             (OTHER_UID, 'chmod 700 ' + self.home)):
+            os.chown(self.home, owner, -1)
+            found = self.as_other(lambda: self.do('doctor')['checks'])
+            row = {row['check']: row for row in found}['database']
+            with self.subTest(owner):
+                self.assertFalse(row['ok'])
+                self.assertIn(words, row['remedy'])
+
+    def test_a_state_that_is_held_is_waited_for(self):
+        self.one(tool())
+        busy = mock.Mock(side_effect=pf.StoreBusy('it is busy'))
+        with mock.patch.object(pf, 'find_damage', busy):
+            check, words = self.bad()
+        self.assertEqual(check, 'database')
+        self.assertIn('Wait', words)
+
+    @unittest.skipIf(os.name == 'nt', 'Windows has no such modes')
+    def test_what_everybody_may_write_and_decides_is_a_problem(self):
+        self.one(tool())
+        self.do('tools', 'lock', '--all', '--file', self.path('my.lock'))
+        self.configure({'s': self.entry}, lockfile='my.lock')
+        for path in self.config, self.path('my.lock'):
+            mode = stat.S_IMODE(os.stat(path).st_mode)
+            os.chmod(path, mode | stat.S_IWOTH)
+            check, words = self.bad()
+            with self.subTest(path):
+                self.assertEqual(check, 'trust')
+                self.assertIn('everybody may write to ' + path, words)
+                line = words.split('Run: ')[1]
+                self.assertEqual(subprocess.call(['sh', '-c', line]), 0)
+                self.assertTrue(self.rows()['trust'][0])
+
+    def test_a_lockfile_that_gates_nothing_is_a_problem(self):
+        self.one(tool())
+        self.do('tools', 'lock', '--all', '--file', self.path('my.lock'))
+        more = {'lockfile': 'my.lock', 'approvals': 'lockfile'}
+        for entry, top, why in (
+                (self.entry, {'quarantine_enabled': False},
+                 'quarantine_enabled is false'),
+                (dict(self.entry, trust_mode='auto'), {},
+                 'trust_mode of server "s" is auto')):
+            self.configure({'s': entry}, **dict(more, **top))
+            check, words = self.bad()
+            with self.subTest(why):
+                self.assertEqual(check, 'trust')
+                self.assertIn(why, words)
+                found = self.do('config', 'check')['warnings']
+                self.assertEqual(len(found), 1, found)
+                self.assertIn(why, found[0])
+            self.configure({'s': entry}, **top)
+            self.assertEqual(self.do('config', 'check')['warnings'], [])
+            self.assertTrue(self.rows()['trust'][0])
+        self.configure({'s': self.entry}, **more)
+        self.assertEqual(self.do('config', 'check')['warnings'], [])
+        self.assertIn('my.lock', self.rows()['trust'][1])
 
     def test_a_database_that_cannot_be_used_is_a_finding(self):
         self.one(tool())
@@ -17418,16 +18388,30 @@ class Test20SelfTest(CarryCase):
         seen = [row['detail'].split(':')[0] for row in found['checks']]
         self.assertEqual(seen[:-1], [step[3] for step in pf.CANARY_STEPS])
         self.assertIn('tool_changed', seen)
+        self.assertNotIn('by itself', json.dumps(found))
 
-    def test_a_gate_that_stays_open_is_exit_1(self):
-        gates = tuple(gate for gate in pf.GATES if gate[0] != 'changed')
+    def open(self, name):
+        """Run the self-test with one gate left out: the rows it fails."""
+        gates = tuple(gate for gate in pf.GATES if gate[0] != name)
         with mock.patch.object(pf, 'GATES', gates):
             found = self.sing()
         self.assertEqual(pf.COMMANDS['doctor',].exit_of(found), 1)
-        row = found['checks'][1]
-        self.assertEqual((row['ok'], row['detail'].split(':')[0]),
-                         (False, 'ready, which should be tool_changed'))
+        return [row for row in found['checks'] if not row['ok']]
+
+    def test_a_gate_that_stays_open_is_exit_1(self):
+        row = self.open('changed')[0]
+        self.assertEqual(row['detail'].split(':')[0],
+                         'ready, which should be tool_changed')
         self.assertTrue(row['remedy'])
+
+    def test_each_gate_that_closes_is_seen_to_be_open(self):
+        for name, check in (('pending', 'a new tool comes'),
+                            ('pin', 'a pin is not its own'),
+                            ('blocked', 'it is blocked'),
+                            ('quarantine', 'its launch changes')):
+            with self.subTest(name):
+                self.assertEqual([row['check'] for row in self.open(name)],
+                                 [check])
 
     def test_a_canary_that_cannot_start_is_a_problem(self):
         with mock.patch.object(sys, 'executable', self.path('none')):
@@ -18688,10 +19672,15 @@ class Test22ServeAnswers(ServeCase):
 
     def test_bad_searches_are_400_and_unknown_records_404(self):
         for query in ('limit=0', 'limit=1001', 'limit=x', 'offset=-1',
-                      'since=yesterday', 'typ=x', 'limit=1&limit=2'):
+                      'since=yesterday', 'typ=x', 'limit=1&limit=2',
+                      'type=x'):
             with self.subTest(query):
                 self.assertEqual(self.get('/api/v1/activity?' + query)
                                  .status, 400)
+        for path in ('tools', 'servers', 'servers/s/tools', 'health'):
+            reply = self.get('/api/v1/%s?server=s' % path)
+            self.assertEqual(reply.status, 400)
+            self.assertIn('"server"', reply.error)
         for name in ('x', '0' * 12 + '-00000001', '%00', '..'):
             self.assertEqual(self.get('/api/v1/activity/' + name).status,
                              404)
@@ -18833,8 +19822,11 @@ class Test22ServeAgents(ServeCase):
                                       X_API_Key=self.secret).status, status)
 
     def test_no_token_is_named_like_the_operator_or_inherits_records(self):
-        done = self.cli('token', 'create', 'operator', '--servers', '*')
-        self.assertEqual((done.code, done.out), (1, ''))
+        for words in (('operator', '--servers', '*'), ('a',),
+                      ('a', '--servers', '*', '--expires', '0'),
+                      ('a', '--servers', '*', '--expires', '0s')):
+            done = self.cli('token', 'create', *words)
+            self.assertEqual((done.code, done.out), (1, ''))
         first = self.token('again', '--servers', 's')
         self.ask_ids('s:echo', X_API_Key=first, X_Request_Id='of-first')
         old = self.records(request_id='of-first')[0]
@@ -18849,10 +19841,14 @@ class Test22ServeAgents(ServeCase):
     def test_the_scope_is_an_intersection(self):
         everything = self.token('all', '--servers', '*')
         nothing = self.token('none', '--servers', '')
+        cut = self.token('cut', '--servers', 's', '--profile', 'both')
+        apart = self.token('apart', '--servers', 's', '--profile', 'p')
         for secret, profile, expected in (
                 (everything, None, ['ready', 'ready', 'ready']),
                 (everything, 'p', ['not_found', 'not_found', 'ready']),
                 (nothing, None, ['not_found'] * 3),
+                (apart, None, ['not_found'] * 3),
+                (cut, None, ['ready', 'not_found', 'not_found']),
                 (self.secret, 'both', ['ready', 'not_found', 'not_found']),
                 (self.pinned, None, ['not_found', 'not_found', 'ready'])):
             with self.subTest(profile, expected=expected):
@@ -19068,6 +20064,15 @@ class Test22ServeHealth(ServeCase):
         with pf.Store(self.home, self.world()) as store, \
                 store.write() as con:
             pf.save_probe(con, 's', self.config, None)
+
+    def test_it_takes_no_parameter(self):
+        for query, status in (('?server=s', 400), ('?probe', 400),
+                              ('', 200)):
+            with self.subTest(query):
+                reply = self.get('/api/v1/health' + query)
+                self.assertEqual(reply.status, status)
+        reply = self.get('/api/v1/health?server=s')
+        self.assertIn(b'parameter \\"server\\"', reply.body)
 
     def test_it_is_the_operators(self):
         secret = self.token('bot', '--servers', '*')
@@ -19553,7 +20558,8 @@ class Test22ServeAround(ServeCase):
             self.cli('tools', action, 's:echo')
         self.assertEqual(self.event(self.listen(Last_Event_ID=first))[1],
                          'tool')
-        self.cli('tools', 'unblock', 's:echo')
+        self.cli('tools', 'block', 's:echo')
+        self.addCleanup(self.cli, 'tools', 'unblock', 's:echo')
         late = self.listen(Last_Event_ID=first)
         self.assertEqual(self.event(late)[1:], ('reset', {}))
         self.assertEqual(int(late.first), int(first) + 3)
@@ -19726,6 +20732,10 @@ class Test22ServeStart(ServeCase):
         self.assertEqual(server.process.wait(timeout=30), 1)
         return server.log()
 
+    def test_a_notify_that_is_not_there(self):
+        self.assertIn("--notify: command 'no-such-command' not found",
+                      self.refused('--notify', 'no-such-command x'))
+
     def mode(self, path):
         """Give the permission bits of a path."""
         return stat.S_IMODE(os.lstat(path).st_mode)
@@ -19780,6 +20790,7 @@ class Test22ServeStart(ServeCase):
         self.start_serve('--socket', path, '--no-sync')
         os.chmod(path, 0o666)
         os.chmod(self.dir, 0o755)
+        self.addCleanup(os.chmod, self.dir, 0o700)
         code = ('import socket, sys; s = socket.socket(socket.AF_UNIX); '
                 's.connect(sys.argv[1]); '
                 's.sendall(b"GET /healthz HTTP/1.0\\r\\n\\r\\n"); '
@@ -19792,6 +20803,39 @@ class Test22ServeStart(ServeCase):
         out, err = child.communicate(timeout=30)
         self.assertNotIn(b'HTTP', out)
         self.assertTrue(b"b''" in out or b'Error' in err, err)
+
+    def test_a_socket_in_a_directory_that_is_open_is_refused(self):
+        place = self.path('open')
+        os.mkdir(place)
+        for mode in (0o777, 0o755, 0o710):
+            os.chmod(place, mode)
+            self.assertIn('must be 0700', self.refused(
+                '--socket', os.path.join(place, 's')))
+            self.assertEqual(os.listdir(place), [])
+
+    @unittest.skipIf(os.geteuid(), 'only root can become somebody else')
+    def test_who_took_the_socket_s_name_is_given_no_key(self):
+        place = self.path('open')
+        os.makedirs(place, exist_ok=True)
+        os.chmod(self.dir, 0o755)
+        self.addCleanup(os.chmod, self.dir, 0o700)
+        os.chmod(place, 0o777)
+        path = os.path.join(place, 'taken')
+        code = ('import socket, sys; s = socket.socket(socket.AF_UNIX); '
+                's.bind(sys.argv[1]); s.listen(1); print(1, flush=True); '
+                'c = s.accept()[0]; c.settimeout(20); print(c.recv(99))')
+        child = subprocess.Popen(
+            ['/usr/bin/env', 'python3', '-I', '-c', code, path],
+            stdout=subprocess.PIPE, cwd='/', env={'PATH': '/usr/bin:/bin'},
+            preexec_fn=lambda: os.setuid(65534))
+        self.assertEqual(child.stdout.readline(), b'1\n')
+        done = self.run_cli('--url', 'unix://' + path, 'tools', 'preflight',
+                            's:echo', is_placed=False,
+                            env={'PREFLIGHT_API_KEY': 'precious'})
+        self.assertEqual((done.code, done.out), (1, ''))
+        self.assertIn('unix://%s: it is answered by the user 65534' % path,
+                      done.err)
+        self.assertEqual(child.communicate(timeout=30)[0], b"b''\n")
 
     def test_no_name_is_looked_up_at_the_start(self):
         self.start_serve(patch='import socket; socket.getfqdn = '
@@ -19872,6 +20916,9 @@ class Test22ServeStart(ServeCase):
         self.start_serve('--listen', '127.0.0.1:0', '--no-sync',
                          '--tls-cert', cert, '--tls-key', key,
                          patch='pf.LINGER_S = 0.2; pf.SWEEP_S = 0.05')
+        with warnings.catch_warnings():
+            warnings.simplefilter('error')
+            pf.load_tls(cert, key)
         context = ssl.create_default_context(cafile=cert)
         context.check_hostname = False
         wire = self.wire(context=context).send(self.request(
@@ -19976,6 +21023,25 @@ class Test22ServeStart(ServeCase):
 
 class Test22Pauses(TempCase):
     """Between syncs, in numbers."""
+
+    def test_a_notify_that_has_gone_ends_no_sync(self):
+        told = []
+
+        class Service:
+            """What a Syncer needs of one."""
+
+            world = self.world()
+            log = mock.Mock(tell=told.append)
+            settings = mock.Mock(notify=None)
+
+        syncer = pf.Syncer(Service, 1000)
+        for text, words in ((None, []), ('no-such-command', []),
+                            (sys.executable, ['--notify=' + sys.executable])):
+            Service.settings.notify = text
+            self.assertEqual(syncer._notify_words(), words)
+        line, = told
+        self.assertIn("sync: warning: --notify: command 'no-such-command' "
+                      'not found', line)
 
     def test_the_pause_doubles_with_each_failure_up_to_eight_times(self):
         asked = []
@@ -20163,6 +21229,25 @@ class Test23Client(TempCase):
                                             'gh'})], 'tools', 'list', 'gh')
         self.assertIn('gh:x', done.out)
         self.assertIn('GET /api/v1/servers/gh/tools', self.seen[0][0])
+
+    def test_mcpproxy_records_are_shown(self):
+        for row, shown in (
+                ({'id': 'x1', 'type': 'tool_call', 'status': 'success',
+                  'source': 'mcp', 'server_name': 'gh', 'tool_name': 'sync',
+                  'timestamp': '2026-08-27T12:30:45Z'},
+                 r'(?m)^2026\S+ +x1 +tool_call +- +- +success gh sync$'),
+                ({}, r'(?m)^- +- +- +- +- +-$')):
+            done = self.ask([(200, 'application/json', {
+                'success': True, 'data': {'activities': [row]}})],
+                'activity', 'list')
+            self.assertEqual(done.code, 0, done)
+            self.assertRegex(done.out, shown)
+            self.assertIn('1 of 1 record\n', done.out)
+        done = self.ask([(200, 'application/json', {
+            'success': True, 'data': {'activities': [1]}})],
+            'activity', 'list')
+        self.assertEqual((done.code, done.out), (1, ''))
+        self.assertIn('has no activities', done.err)
 
     def test_usage_is_refused_before_anything_is_sent(self):
         for args in (('tools', 'preflight', '--sync', 's:a'),
@@ -20742,7 +21827,8 @@ class TestReadme(TempCase):
         self.write('nightly.sh', script)
         for codes, said in (
                 ('0', 'agent'), ('10 0', 'sleep agent'), ('11', 'page'),
-                ('12', 'page'), ('1', 'page'), ('10 10 11', 'sleep sleep page'),
+                ('12', 'page'), ('1', 'page'),
+                ('10 10 11', 'sleep sleep page'),
                 ('10 ' * 6 + '0', 'sleep ' * 6 + 'page')):
             with self.subTest(codes):
                 self.write('codes', codes.replace(' ', '\n') + '\n')

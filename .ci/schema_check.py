@@ -38,6 +38,10 @@ parameters = { "id" = "%s" }
 [[operations]]
 include-path = "/events"
 enabled = false
+
+[[operations]]
+include-path = "/api/v1/events"
+enabled = false
 '''
 
 CHECKS = ('not_a_server_error,status_code_conformance,'
