@@ -4555,13 +4555,10 @@ def _lock_table(path, data):
     if not is_table(table) or 'lockfileVersion' not in table:
         raise LockError(path, 'has no lockfileVersion: it is not a lockfile '
                         'of preflight.py')
-    number = json.dumps(table['lockfileVersion'])
-    found = re.search(r'"lockfileVersion"\s*:\s*([0-9.eE+-]*[.eE]'
-                      r'[0-9.eE+-]*)', text)    # 1.0, which is read as 1
-    if found or number != str(LOCK_VERSION):
+    number = table['lockfileVersion']
+    if type(number) is not int or number != LOCK_VERSION:
         raise LockError(path, 'has lockfileVersion %s, this version reads %d'
-                        % (found.group(1) if found else number,
-                           LOCK_VERSION))
+                        % (json.dumps(number), LOCK_VERSION))
     for key in ('servers', 'tools'):
         if not is_table(table.get(key)):
             raise LockError(path, '%s must be an object' % key)
@@ -8766,11 +8763,16 @@ class OwnerLock(FileLock):
             self.close()
 
     def forget(self):
-        """Take the file away, if it can be done."""
+        """Take the file away; where it cannot be, it is swept later."""
         try:
             os.unlink(self.path)
         except OSError:
             pass
+
+    def __exit__(self, *exc):
+        self.forget()
+        super().__exit__(*exc)
+        self.close()
 
 
 def _sweep_owners(world):
@@ -8816,8 +8818,7 @@ class Round:
         """
         self.waiting = list(servers)
         _sweep_owners(self.world)
-        lock = OwnerLock(self.world, self.owner)
-        with lock:
+        with OwnerLock(self.world, self.owner):
             try:
                 while self.waiting or self.running or self.foreign:
                     if self.world.stop:
@@ -8828,8 +8829,6 @@ class Round:
                     self._tell_progress(len(servers))
             finally:
                 self._end()
-                lock.forget()
-        lock.close()
         return [self.rows[server.name] for server in servers]
 
     def _tell_progress(self, total):

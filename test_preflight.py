@@ -5809,7 +5809,6 @@ class Test11Lockfile(unittest.TestCase):
                 ({'lockfileVersion': '1'}, 'has lockfileVersion "1"'),
                 ({'lockfileVersion': True}, 'has lockfileVersion true'),
                 ({'lockfileVersion': None}, 'has lockfileVersion null'),
-                ({'lockfileVersion': 1.0}, 'has lockfileVersion 1.0, this'),
                 ({'servers': None}, 'servers must be an object'),
                 ({'servers': []}, 'servers must be an object'),
                 ({'tools': []}, 'tools must be an object'),
