@@ -5519,18 +5519,25 @@ def render_import(found, width):
                               'detail'), width)
 
 
-def render_doctor(found):
-    """Write the findings of `doctor`, with a remedy below each problem."""
+def render_doctor(found, width):
+    """Write the findings of `doctor`, with a remedy below each problem.
+
+    A terminal's lines are broken at blanks, but for the remedies: they are
+    pasted.
+    """
     lines = []
     for row in found['checks']:
-        lines.append('%-8s %s: %s' % ('ok' if row['ok'] else 'PROBLEM',
-                                      row['check'], row['detail']))
+        text = safe_text('%s: %s' % (row['check'], row['detail']))
+        first, *more = wrap_text(text, max(width - 9, 20)) if width else [
+            text]
+        lines.append('%-8s %s' % ('ok' if row['ok'] else 'PROBLEM', first))
+        lines += [' ' * 9 + line for line in more]
         if row['remedy']:
-            lines.append(' ' * 9 + row['remedy'])
+            lines.append(' ' * 9 + safe_text(row['remedy']))
     bad = [row for row in found['checks'] if not row['ok']]
     lines.append('%s, %s' % (plural(len(found['checks']), 'check'),
                              plural(len(bad), 'problem')))
-    return '\n'.join(safe_text(line) for line in lines) + '\n'
+    return '\n'.join(lines) + '\n'
 
 
 def render_verify(found):
@@ -15689,7 +15696,7 @@ COMMANDS = {
         cmd_doctor, (
             _flag('--self-test', 'instead, change a server of its own in a '
                   'state of its own, and see the gate close'),),
-        _plain(render_doctor), lambda found: EXIT_READY if found['ok']
+        render_doctor, lambda found: EXIT_READY if found['ok']
         else EXIT_FAILED, '', 'is this installation sound; exit 1 if not',
         'Looks at Python, SQLite, directories and modes, config, clock, '
         'audit chain and how old the looks at servers are, with a remedy '

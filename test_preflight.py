@@ -6206,6 +6206,19 @@ class Test12Tables(unittest.TestCase):
                                          ('cafe\u0301', 'y'), ('', ''))),
             'A     B\n\u65e5\u672c  x\ncafe\u0301  y\n-     -\n')
 
+    def test_doctor_keeps_a_remedy_in_one_line(self):
+        found = {'checks': [
+            {'check': 'a', 'ok': True, 'detail': 'b\x1b', 'remedy': ''},
+            {'check': 'c', 'ok': False, 'detail': 'of several words it is',
+             'remedy': 'Run: a command of several words'}]}
+        tail = ('         Run: a command of several words\n'
+                '2 checks, 1 problem\n')
+        for width, text in ((0, 'c: of several words it is\n'), (
+                30, 'c: of several words\n         it is\n')):
+            self.assertEqual(
+                pf.render_doctor(found, width),
+                'ok       a: b\\x1b\nPROBLEM  ' + text + tail)
+
     def test_no_rows(self):
         self.assertEqual(pf.render_table(('AB', 'C'), ()), 'AB  C\n')
 
