@@ -81,7 +81,8 @@ BUSY_TIMEOUT_MS = 8 * SECOND_MS
 GRACE_MS = 1000                 # for each of: end of input, TERM, KILL
 QUIET_MS = 150                  # after a list_changed, before listing again
 RETRY_MS = 1000                 # before a cut event stream is resumed
-ENDPOINT_MS = 5 * SECOND_MS     # for the first event of HTTP+SSE
+ENDPOINT_MS = 5 * SECOND_MS     # for the first event where HTTP+SSE is a guess
+DISCOVER_MS = 10 * SECOND_MS    # for a server that may be of the other era
 METADATA_MS = 5 * SECOND_MS     # to learn who signs in
 PROBE_CONNECT_MS = 5 * SECOND_MS
 PROBE_TOTAL_MS = 8 * SECOND_MS  # of one request to an API, answer and all
@@ -415,10 +416,11 @@ expires_at: None for never."""
 
 Observation = namedtuple('Observation', (
     'state cause detail protocol era ttl tools refused warnings stderr '
-    'expires_at'))
-Observation.__new__.__defaults__ = (None,)
+    'expires_at cache_scope'))
+Observation.__new__.__defaults__ = (None, '')
 Observation.__doc__ = """What one look at one server found. tools: list of
-Definition, None when nothing was listed."""
+Definition, None when nothing was listed. cache_scope: public, private or
+'', as the server said of its list."""
 
 # ==========================================================================
 # 5. text
@@ -794,8 +796,6 @@ def _mask_query(found):
     return found.group(1) + ('?***' if found.group(2) else '')
 
 
-# A whole name that tells of a secret. It is looked at once, from its start:
-# a server writes the text, and must not be able to keep us busy with it.
 def is_loopback(host):
     """Tell whether a host name or address stays on this machine."""
     return host == 'localhost' or host.endswith('.localhost') or bool(
@@ -832,13 +832,29 @@ def plain_url(url):
     return '%s://%s%s' % (origin[0], host_text(origin), urlsplit(url).path)
 
 
+def unsendable(headers):
+    """Name the first header that HTTP cannot carry, None without one."""
+    for name, value in headers.items():
+        if not re.match(r'[!-9;-~][ -9;-~]*\Z', name) or re.search(
+                r'\n(?![ \t])|\r(?![ \t\n])|[^\x00-\xff]', value):
+            return name
+    return None
+
+
+# A whole name that tells of a secret. It is looked at once, from its start:
+# a server writes the text, and must not be able to keep us busy with it.
 SECRET_NAME = (r'(?<![A-Za-z0-9_.-])(?=[A-Za-z0-9_.-]*(?:key|token|secret|'
-               r'passw|pwd|credential|authorization|cookie|bearer))'
-               r'[A-Za-z0-9_.-]+')
+               r'passw|passphrase|pwd|credential|authorization|cookie|'
+               r'bearer))[A-Za-z0-9_.-]+')
+# The same for an option, where what is an everyday word in a sentence tells.
+SECRET_FLAG = SECRET_NAME + (r'|-{0,2}(?!no[-_])(?:[a-z0-9]+[-_])*'
+                             r'(?:pass|pat|jwt|otp|session|auth)'
+                             r'(?:[-_]header)?')
 QUOTED = r'"(?:[^"\\\n]|\\.)*"?|\'(?:[^\'\\\n]|\\.)*\'?'    # or cut off
 # Order matters: each rule sees what the ones before it left.
 MASKS = (
     (r'(://)[^/?#\s\'"]*@', r'\1***@'),
+    (r'(\b[\w.-]+:)[^@\s\'"]+(@(?:tcp|unix)\()', r'\1***\2'),
     (r'(://[^\s?#\'"<>]*)(\?[^\s\'"<>]*)?', _mask_query),
     (r'(?i)(cookie["\']?\s*:\s*)[^\r\n"\']+', r'\1***'),
     (r'(?i)\b(bearer|basic)\s+[^\s"\',;]+', r'\1 ***'),
@@ -1108,38 +1124,59 @@ def launch_digest(server):
     return sha256(canonical(launch_value(server)))
 
 
-def mask_args(args):
-    """Mask the values in a command line that look like credentials."""
-    shown, after = [], ''
+def split_args(args):
+    """Find the values in a command line that look like credentials.
+
+    For each word (what of it may be shown, the sign that stands for the
+    rest, the name of the value, the value); the last are '' without one.
+    """
+    found, after, flag = [], '', ''
     for word in args:
+        match, sign = None, '=***'
         if after == 'secret':
-            word = '***'
-        elif after == 'env' or re.match(r'(?i)%s=' % SECRET_NAME, word):
-            word = re.sub(r'(?s)=.*', '=***', word)
+            found.append(('', '***', flag, word))
+            after = ''
+            continue
+        named = re.match('([A-Z][A-Z0-9_]*)=', word)
+        if after == 'env' or re.match('(?i)(?:%s)=' % SECRET_FLAG, word) or (
+                named and not is_code_env(named.group(1))):
+            match = re.match('(?s)()([^=]*)=(.*)', word)
         elif after == 'header':
-            word = re.sub(r'(?s)[:=].*', ': ***', word)
+            match = re.match('(?s)()([^:=]*)[:=](.*)', word)
+            sign = ': ***'
         elif re.match('-e[A-Za-z_]|--env=', word):
-            word = re.sub('(?s)^(-e|--env=)([^=]*)=.*', r'\1\2=***', word)
+            match = re.match('(?s)(-e|--env=)([^=]*)=(.*)', word)
         elif re.match('-H[A-Za-z]|--header=', word):
-            word = re.sub('(?s)^(-H|--header=)([^:=]*)[:=].*', r'\1\2: ***',
-                          word)
+            match = re.match('(?s)(-H|--header=)([^:=]*)[:=](.*)', word)
+            sign = ': ***'
+        found.append((match.group(1) + match.group(2), sign, match.group(2),
+                      match.group(3).strip()) if match
+                     else (word, '', '', ''))
         flag = word.lstrip('-')
-        is_flag = word[:1] == '-' and '=' not in word
+        is_flag = word[:1] == '-' and '=' not in word and not match
         after = ''
         if is_flag and flag in ('e', 'env'):
             after = 'env'
-        elif is_flag and flag in ('H', 'header'):
+        elif is_flag and flag in ('H', 'header', 'headers'):
             after = 'header'
-        elif is_flag and re.match(r'(?i)%s\Z' % SECRET_NAME, flag):
+        elif is_flag and re.match(r'(?i)(?:%s)\Z' % SECRET_FLAG, flag):
             after = 'secret'
-        shown.append(redact(word))
-    return shown
+    return found
+
+
+def mask_args(args):
+    """Mask the values in a command line that look like credentials."""
+    return [redact(shown + sign) for shown, sign, _, _ in split_args(args)]
+
+
+def is_secret_env(name):
+    """Tell whether a variable of a launch tells of a secret: npm is given
+    credentials in one."""
+    return bool(re.search(r'(?i)%s|_auth\Z' % SECRET_NAME, name))
 
 
 def _env_text(name, value):
-    """Show a variable of a launch: npm is given credentials in one."""
-    is_secret = re.search(r'(?i)%s|_auth\Z' % SECRET_NAME, name)
-    return '%s=%s' % (name, '***' if value and is_secret
+    return '%s=%s' % (name, '***' if value and is_secret_env(name)
                       else redact(value or '(removed)'))
 
 
@@ -1147,12 +1184,12 @@ def launch_text(server):
     """Show a launch to people, secrets masked."""
     if server.transport != 'stdio':
         return '%s %s' % (server.transport, redact(server.url or ''))
-    words = [server.command or ''] + mask_args(server.args)
+    words = [redact(server.command or '')] + mask_args(server.args)
     text = ' '.join(shell_word(word) for word in words)
     extra = [_env_text(*pair) for pair in sorted(
         launch_value(server)['env'].items())]
     if server.cwd:
-        extra.insert(0, 'cwd=%s' % server.cwd)
+        extra.insert(0, 'cwd=%s' % redact(server.cwd))
     return text + (' [%s]' % ' '.join(extra) if extra else '')
 
 
@@ -1200,13 +1237,16 @@ def denied_by(server, tool):
 # ==========================================================================
 
 Entry = namedtuple('Entry', 'raw path file dialect base overlays top level '
-                            'notes')
+                            'notes flagged off')
+Entry.__new__.__defaults__ = ('', '')
 Entry.__doc__ = """A server's table as it stands in a file, not yet read.
 
 path: as the user named the file; file: its real path. base: directory that
 relative paths start from. overlays: (raw, path) pairs from our own files.
 top: the whole file. level: its place in the client's precedence, 2 for a
-project's. notes: what was seen while it was found.
+project's. notes: what was seen while it was found. flagged: the file whose
+enabled or disabled counts, '' for its own; off: the file of a list that
+leaves the server out, '' for none.
 """
 
 # -- the text of a file: JSON with comments -----------------------------------
@@ -1254,7 +1294,7 @@ def _decode_bytes(data, path):
 
 def _json_hint(message, text, at):
     around = text[max(0, at - 1):at + 1]
-    if 'escape' in message:
+    if 'escape' in message and 'backslash' not in message:
         return ' (double each backslash of a Windows path)'
     if "'" in around or '\u201c' in around or '\u201d' in around:
         return ' (JSON takes straight double quotes)'
@@ -1317,6 +1357,7 @@ def decode_config(text, path):
 # -- TOML ---------------------------------------------------------------------
 
 TOML_DEPTH = 64
+TOML_COMMENT = r'#[^\n\0-\x08\x0b-\x1f\x7f]*'
 TOML_STRINGS = (        # pattern of a string, are its escapes read
     ((r'"""\n?((?:[^"\\\x00-\x08\x0b-\x1f\x7f]|\\[\s\S]|"{1,2}(?!"))*'
       r'"{0,2})"""'), True),
@@ -1432,7 +1473,7 @@ class Toml:
 
     def items(self, held, end, read):
         """Read what stands in brackets; since 1.1 lines may break in both."""
-        blank = r'(?:[ \t\n]|#[^\n]*)*'
+        blank = r'(?:[ \t\n]|%s)*' % TOML_COMMENT
         self.take(blank)
         while not self.take(end):
             read(held)
@@ -1494,14 +1535,14 @@ class Toml:
         """Read it whole."""
         root = table = {}
         while True:
-            self.take(r'(?:[ \t\n]|#[^\n]*)*')
+            self.take(r'(?:[ \t\n]|%s)*' % TOML_COMMENT)
             if self.at == len(self.text):
                 return root
             if self.text[self.at] == '[':
                 table = self.header(root)
             else:
                 self.pair(table)
-            if not self.take(r'[ \t]*(?:#[^\n]*)?(?:\n|\Z)'):
+            if not self.take(r'[ \t]*(?:%s)?(?:\n|\Z)' % TOML_COMMENT):
                 self.fail('the line should end here')
 
 
@@ -1839,6 +1880,13 @@ def client_places(system, environ):
                     '//', '/')
 
 
+# What is a client's wherever it lies in the client's directory.
+TREES = (('kiro', r'/\.kiro/(?:.*/)?mcp\.json\Z'),
+         ('amazon-q', r'/\.?amazonq/.*\.json\Z'),
+         ('jetbrains', r'/\.junie/.*\.json\Z'),
+         ('roo', r'roo-cline/(?:.*/)?mcp_settings\.json\Z'))
+
+
 def dialect_of(*paths):
     """Tell whose file it is by its paths, '' when they do not tell."""
     paths, text = ['/' + path.replace('\\', '/') for path in paths], PLACES
@@ -1852,6 +1900,9 @@ def dialect_of(*paths):
                 if any(path.endswith(parts[-1]) and all(
                         part in path for part in parts) for path in paths):
                     return dialect
+    for dialect, pattern in TREES:
+        if any(re.search(pattern, path) for path in paths):
+            return dialect
     return 'codex' if paths[0].endswith('.toml') else ''
 
 
@@ -2171,16 +2222,6 @@ def _is_on(raw):
     return raw.get('enabled') is not False
 
 
-def _is_listed_on(name, entry):
-    """Tell whether the lists of a client's file leave a server on."""
-    lists = entry.top.get('mcp') if entry.dialect == 'gemini' else None
-    if entry.dialect == 'mcpproxy' and entry.raw.get('enabled') is None:
-        return False
-    return not is_table(lists) or not (
-        is_list(lists.get('excluded')) and name in lists['excluded']
-        or is_list(lists.get('allowed')) and name not in lists['allowed'])
-
-
 def _extra(entry):
     """Collect what only some clients know, for when it is contacted."""
     raw, dialect, extra = entry.raw, entry.dialect, {}
@@ -2198,7 +2239,8 @@ def _extra(entry):
         _check(raw, {'envFile': is_text})
         top = entry.top['mcp'] if dialect == 'vscode-settings' else entry.top
         asked = top.get('inputs') if is_list(top.get('inputs')) else []
-        extra = {'env_file': raw.get('envFile'), 'inputs': {
+        extra = {'env_file': raw.get('envFile') if raw.get('url') is None
+                 else None, 'inputs': {      # of a child alone
             'input:%s' % one.get('id'): one['default'] for one in asked
             if is_table(one) and is_text(one.get('default'))}}
     elif dialect == 'registry':
@@ -2263,6 +2305,8 @@ def _base_server(name, entry):
                  **_patterns(name, entry))
     if waits:
         extra['waits'] = waits
+    if entry.off or entry.flagged:
+        extra['enabled_at'] = entry.off or entry.flagged
     return Server(
         name=name, file=entry.file, dialect=entry.dialect, base=entry.base,
         transport=transport, command=flat['command'] if is_child else None,
@@ -2271,7 +2315,8 @@ def _base_server(name, entry):
         env=_as_texts(flat['env'], 'env', True), cwd=flat['cwd'],
         url=None if is_child else flat['url'],
         headers=_as_texts(flat['headers'], 'headers'),
-        enabled=_is_on(raw) and _is_listed_on(name, entry),
+        enabled=_is_on(raw) and not entry.off and not (
+            entry.dialect == 'mcpproxy' and raw.get('enabled') is None),
         quarantined=False, trust_mode='manual',
         allow=_list_of(raw, row.allow), deny=_list_of(raw, row.deny) or [],
         start_timeout=waits.get('s', START_TIMEOUT_MS),
@@ -2338,6 +2383,9 @@ def _with_ours(server, raw, file):
         return current if raw.get(key) is None else value
     flags = [key for key in ('enabled', 'disabled')
              if raw.get(key) is not None]
+    places = {key + '_at': file for key, is_given in (
+        ('enabled', flags), ('quarantined', raw.get('quarantined')
+                             is not None)) if is_given}
     gone = [kind for kind, key in (('shown', 'enabled_tools'),
                                    ('hidden', 'disabled_tools'))
             if raw.get(key) is not None]
@@ -2370,7 +2418,7 @@ def _with_ours(server, raw, file):
         ignore_changes=dict(server.ignore_changes, **ignored),
         extra=dict({key: value for key, value in server.extra.items()
                     if key not in gone}, **_lists_at(
-            raw, file, ('enabled_tools',), ('disabled_tools',))))
+            raw, file, ('enabled_tools',), ('disabled_tools',)), **places))
 
 
 def texts_of(server):
@@ -2693,16 +2741,28 @@ def _entries_of(file, workspace, home, warnings):
             for level, (name, raw, notes) in rows]
 
 
-def _apply_lists(entries, file):
-    """Switch off what Claude Code's user file lists as disabled."""
-    is_theirs = file.dialect == 'claude-code-user'
-    for name, entry in entries.items() if is_theirs else ():
+def _is_left_out(name, entry, file):
+    """Tell whether the lists in a file of its client leave a server out."""
+    if file.dialect == 'claude-code-user':
         key = {'claude-code': 'disabledMcpjsonServers',
                'claude-code-user': 'disabledMcpServers'}.get(entry.dialect)
         names = _project_state(file.table, entry.base).get(key)
-        if is_list(names) and name in names and is_table(entry.raw):
-            entries[name] = entry._replace(raw=dict(entry.raw,
-                                                    disabled=True))
+        return is_list(names) and name in names
+    lists = file.table.get('mcp')
+    return file.dialect == entry.dialect == 'gemini' and is_table(lists) and (
+        is_list(lists.get('excluded')) and name in lists['excluded']
+        or is_list(lists.get('allowed')) and name not in lists['allowed'])
+
+
+def _apply_lists(entries, files):
+    """Switch off what the lists of clients leave out.
+
+    They hold together, whichever file of the client defines a server.
+    """
+    for file in files:
+        for name, entry in entries.items():
+            if _is_left_out(name, entry, file):
+                entries[name] = entry._replace(off=file.file)
 
 
 def _gather_hidden(entries, files):
@@ -2743,11 +2803,13 @@ def _merge(name, old, new):
         raise ConfigError('server %s is defined twice: in %s and in %s' % (
             json.dumps(name), old.path, new.path),
             'Remove one, or leave command and url out of one to make it an '
-            'overlay.')
+            'overlay, which is read as ours: --dialect holds for every file.')
     if high.dialect in ('codex', 'opencode-v1') and (
             is_table(high.raw) and is_table(low.raw)):
+        flagged = high if {'enabled', 'disabled'} & set(high.raw) else low
         return (high if _is_entry(high.raw) else low)._replace(
-            raw=_laid_over(low.raw, high.raw), level=high.level)
+            raw=_laid_over(low.raw, high.raw), level=high.level,
+            flagged=flagged.flagged or flagged.file)
     return high._replace(notes=high.notes + (
         'hides the definition in ' + low.path,))
 
@@ -2837,8 +2899,7 @@ def read_config(sources, dialect='', workspace='', home='', read=None):
             else:
                 entries[name] = (_merge(name, entries[name], entry)
                                  if name in entries else entry)
-    for file in files:
-        _apply_lists(entries, file)
+    _apply_lists(entries, files)
     _gather_hidden(entries, files)
     for name, layers in overlays.items():
         if name in entries:
@@ -3147,7 +3208,7 @@ def show_config(file, workspace, environ, read, warnings):
         name = len(entries) if name is None else name
         entries[name] = (_merge(name, entries[name], entry)
                          if name in entries else entry)
-    _apply_lists(entries, file)
+    _apply_lists(entries, [file])
     _gather_hidden(entries, [file])
     for name, entry in entries.items():
         try:
@@ -3202,10 +3263,12 @@ HEADER_MISMATCH = -32020        # only servers of 2026-07-28 say it
 Ask = namedtuple('Ask', 'method params')
 Ask.__doc__ = """A request to send; its reply is sent into the generator."""
 
-Listing = namedtuple('Listing', 'protocol era tools ttl')
+Listing = namedtuple('Listing', 'protocol era tools ttl cache_scope')
 Listing.__doc__ = """The end of a conversation: era is handshake or modern,
-tools the raw list, ttl in milliseconds as the server said (0: none)."""
+tools the raw list, ttl in milliseconds as the server said (0: none), as is
+cache_scope: public, private or ''."""
 
+AT = 0      # key of a reply: where an HTTP error came from. JSON has no such
 TELL, SETTLE = 'tell', 'settle'     # Ask.params of what is no request
 
 
@@ -3214,17 +3277,21 @@ def encode_message(message):
     return canonical(dict(message, jsonrpc='2.0')).encode('ascii') + b'\n'
 
 
-def is_reply_to(message, number):
+def is_reply_to(message, number, is_open=True):
     """Tell whether a message answers the request of that number.
 
-    A number that comes back as text counts. Raises UpstreamError for a
-    server that answers without echoing ids.
+    A number that comes back as text counts. is_open: a reply has come
+    before. Until then one request alone is out, so that an error without an
+    id is of it; later it may be of anything, say of our notification.
+    Raises UpstreamError for a server that answers without echoing ids.
     """
     if 'method' in message or not {'result', 'error'} & set(message):
         return False
     got = message.get('id')
     if got == number and not isinstance(got, bool) or got == str(number):
         return True
+    if is_open:
+        return False
     if got is None and message.get('error') is not None:
         return True             # it could not read the id of the request
     if got is None or got == 0:
@@ -3311,11 +3378,15 @@ def _error_text(error):
                              _shown(error.get('message')))
 
 
+def _refusal(reply, method):
+    return UpstreamError('protocol', '%s failed with %s%s' % (
+        method, _error_text(reply.get('error')), reply.get(AT, '')))
+
+
 def _result_of(reply, method):
     result = reply.get('result')
     if reply.get('error') is not None or 'result' not in reply:
-        raise UpstreamError('protocol', '%s failed with %s' % (
-            method, _error_text(reply.get('error'))))
+        raise _refusal(reply, method)
     if not isinstance(result, dict):
         why = str(result) if isinstance(result, Refused) else 'no object'
         raise UpstreamError('protocol', 'the result of %s cannot be used: %s'
@@ -3337,18 +3408,36 @@ def _named_versions(error):
     return named + re.findall(r'20[0-9]{2}-[0-9]{2}-[0-9]{2}', text)
 
 
+def _speaks(versions, known):
+    return UpstreamError('protocol', 'the server speaks %s, we know %s' % (
+        _shown(versions), ', '.join(known)))
+
+
+def _discover(meta):
+    reply = yield Ask('server/discover', {'_meta': meta})
+    result = _result_of(reply, 'server/discover')
+    if not isinstance(result.get('supportedVersions'), list):
+        raise _speaks(result.get('supportedVersions'), MODERN_VERSIONS)
+    return result
+
+
 def _open_modern(client, refusal=None):
+    """Open without a handshake.
+
+    refusal: the UpstreamError of an initialize before. It says more than
+    the failure of what a server may never have heard of.
+    """
     meta = {META + 'protocolVersion': MODERN_VERSIONS[0],
             META + 'clientCapabilities': capabilities_of(client),
             META + 'clientInfo': _client_info()}
-    reply = yield Ask('server/discover', {'_meta': meta})
-    if refusal and reply.get('error') is not None:  # the first says more
-        _result_of(refusal, 'initialize')
-    result = _result_of(reply, 'server/discover')
-    versions = result.get('supportedVersions')
-    if not isinstance(versions, list) or MODERN_VERSIONS[0] not in versions:
-        raise UpstreamError('protocol', 'the server speaks %s, we know %s' % (
-            _shown(versions), MODERN_VERSIONS[0]))
+    try:
+        result = yield from _discover(meta)
+    except UpstreamError as exc:
+        if refusal is None or exc.cause in ('', 'rate_limited'):
+            raise
+        raise refusal from exc
+    if MODERN_VERSIONS[0] not in result['supportedVersions']:
+        raise _speaks(result['supportedVersions'], MODERN_VERSIONS)
     return (MODERN_VERSIONS[0], 'modern', result.get('capabilities'),
             {'_meta': meta})
 
@@ -3368,12 +3457,15 @@ def _open_handshake(client, version=HANDSHAKE_VERSIONS[0]):
         if (code in (BAD_VERSION, METHOD_NOT_FOUND, BAD_PARAMS,
                      HEADER_MISMATCH)
                 or set(named) & set(MODERN_VERSIONS)):
-            return (yield from _open_modern(client, reply))
+            return (yield from _open_modern(client,
+                                            _refusal(reply, 'initialize')))
     result = _result_of(reply, 'initialize')
     spoken = result.get('protocolVersion')
+    if spoken in MODERN_VERSIONS:       # no handshake opens that one
+        return (yield from _open_modern(client, _speaks(
+            spoken, HANDSHAKE_VERSIONS)))
     if spoken not in HANDSHAKE_VERSIONS:
-        raise UpstreamError('protocol', 'the server speaks %s, we know %s' % (
-            _shown(spoken), ', '.join(HANDSHAKE_VERSIONS)))
+        raise _speaks(spoken, HANDSHAKE_VERSIONS)
     yield Ask('notifications/initialized', TELL)
     return spoken, 'handshake', result.get('capabilities'), {}
 
@@ -3399,14 +3491,15 @@ def _next_cursor(result, seen):
 
 
 def _list_pages(meta):
-    tools, seen, cursor, ttl = [], set(), None, 0
+    """List all pages: (tools, ttl, cache scope)."""
+    tools, seen, cursor, ttl, scope = [], set(), None, 0, ''
     while True:
         params = dict(meta) if cursor is None else dict(meta, cursor=cursor)
         reply = yield Ask('tools/list', params)
         error = reply.get('error')
         if (isinstance(error, dict) and error.get('code') == METHOD_NOT_FOUND
                 and not tools):
-            return [], 0
+            return [], 0, ''
         result = _result_of(reply, 'tools/list')
         if not isinstance(result.get('tools'), list):
             raise UpstreamError('protocol', 'tools/list gave no list')
@@ -3414,9 +3507,11 @@ def _list_pages(meta):
         limit = result.get('ttlMs')
         if isinstance(limit, int) and not is_flag(limit):
             ttl = max(0, limit)
+        if result.get('cacheScope') in ('public', 'private'):
+            scope = result['cacheScope']
         cursor = _next_cursor(result, seen)
         if cursor is None:
-            return tools, ttl
+            return tools, ttl, scope
 
 
 def explore(era, client):
@@ -3430,11 +3525,11 @@ def explore(era, client):
     protocol, era, capabilities, meta = yield from opening(client)
     if not isinstance(capabilities, dict) or capabilities.get(
             'tools') is None:
-        return Listing(protocol, era, [], 0)
-    tools, ttl = yield from _list_pages(meta)
+        return Listing(protocol, era, [], 0, '')
+    found = yield from _list_pages(meta)
     if (yield Ask('notifications/tools/list_changed', SETTLE)):
-        tools, ttl = yield from _list_pages(meta)
-    return Listing(protocol, era, tools, ttl)
+        found = yield from _list_pages(meta)
+    return Listing(protocol, era, *found)
 
 
 class SseParser:
@@ -3485,7 +3580,9 @@ class SseParser:
         if name == b'event':
             self.kind = value.decode('utf-8', 'replace')
         elif name == b'id' and b'\0' not in value:
-            self.next_id = value.decode('utf-8', 'replace')
+            text = value.decode('utf-8', 'replace')
+            if unsendable({'Last-Event-ID': text}) is None:
+                self.next_id = text     # else none could be resumed behind
         elif name == b'retry' and value.isdigit():
             self.retry = int(value[:9])
 
@@ -3808,7 +3905,8 @@ def disabled_fact(server, switch):
         return ''
     return 'Server %s is switched off %s.' % (
         json.dumps(server.name), 'by `servers disable` since '
-        + format_time(switch.at) if by_switch else 'in ' + server.file)
+        + format_time(switch.at) if by_switch
+        else 'in ' + server.extra.get('enabled_at', server.file))
 
 
 def launch_fact(server, launches, seen_launch):
@@ -3835,7 +3933,8 @@ def quarantine_fact(server, switch, launches, settings, seen_launch):
     if quarantined:
         return 'Server %s is quarantined %s.' % (
             name, 'by `servers quarantine` since ' + format_time(switch.at)
-            if by_switch else 'in ' + server.file)
+            if by_switch
+            else 'in ' + server.extra.get('quarantined_at', server.file))
     if not launches and settings['quarantine_new_servers']:
         return ('Server %s is new, and quarantine_new_servers is on.' % name)
     return launch_fact(server, launches, seen_launch)
@@ -6252,6 +6351,21 @@ def save_notes(con, name, file, notes):
     return True
 
 
+def _scope_key(name, file):
+    return 'scope ' + json.dumps([name, key_text(file)])
+
+
+def load_scope(con, name, file):
+    """Load the cacheScope of the newest list: public, private or ''."""
+    return load_meta(con, _scope_key(name, file)) or ''
+
+
+def save_scope(con, name, file, scope):
+    """Save the cacheScope of a list."""
+    if scope != load_scope(con, name, file):
+        save_meta(con, _scope_key(name, file), scope)
+
+
 def load_link(con, name, file):
     """Load what is recorded of a server: (row id, owner, Connection)."""
     row = con.execute('select id, lease_owner, %s from server where name=? '
@@ -7587,9 +7701,10 @@ def link_error(exc, pipe):
         return UpstreamError('refused', '%s %s' % (
             place, 'cannot be reached: ' + os_reason(exc) if exc.errno
             else 'closed the connection without an answer'))
-    if isinstance(exc, ValueError):     # its text may hold a header's value
-        return UpstreamError('protocol', 'its url or a header cannot be '
-                             'sent over HTTP')
+    if isinstance(exc, ValueError):     # its text may hold a password
+        return UpstreamError('protocol', '%s cannot be sent over HTTP' % (
+            'the URL of ' + place if place.startswith('the proxy')
+            else 'its url'))
     return UpstreamError('protocol', 'the answer of %s is no HTTP: %s' % (
         place, str(exc)[:200] or type(exc).__name__))
 
@@ -7735,6 +7850,22 @@ class HttpReply:
         self.pipe.end()
 
 
+def final_response():
+    """Give the class that reads an answer, behind those that are none yet.
+
+    http.client passes over 100 (Continue) alone, and not over 103.
+    """
+    import http.client
+
+    class FinalResponse(http.client.HTTPResponse):
+        """An answer; each 1xx before it counts as a 100."""
+
+        def _read_status(self):
+            version, status, reason = super()._read_status()
+            return version, 100 if 101 < status < 200 else status, reason
+    return FinalResponse
+
+
 class HttpLink:
     """Requests over HTTP, each over a connection of its own.
 
@@ -7790,12 +7921,16 @@ class HttpLink:
             if self.connecting is not None:
                 pipe.deadline = min(deadline, self.world.clock()
                                     + self.connecting)
+            name = unsendable(headers)
+            if name is not None:        # its value is never shown
+                raise UpstreamError('protocol', 'its header %s cannot be '
+                                    'sent over HTTP' % json.dumps(name))
             via = self._connect(pipe, origin)
             pipe.deadline = deadline
             if via is not None:         # a proxy, asked for the whole URL
                 target = 'http://' + host_text(origin) + target
             con = http.client.HTTPConnection(*origin[1:])
-            con.sock = pipe
+            con.sock, con.response_class = pipe, final_response()
             con.request(method, quote(target, "%/:=&?~#+!$,;'@()*[]"), body,
                         merge_headers(more, headers, via or {},
                                       {'Connection': 'close'}))
@@ -7905,6 +8040,7 @@ class Talk:
     """
 
     tail, noise = b'', 0        # the end of stderr; lines that were noise
+    strays = 0                  # replies to nothing that we wait for
     is_started = False          # its process is there
     is_open = False             # a first reply has come
     status, version = 0, ''     # of the last HTTP answer; agreed upon
@@ -8039,9 +8175,15 @@ class HttpTalk(Talk):
                 found = self._stream(reply, message['id'], deadline)
             else:
                 found = [self._whole(reply, message['id'], deadline)]
+            held = None
             for got in found:
+                if got.get('id') is None and got.get('error') is not None:
+                    held = dict(got, id=message['id'])
+                    continue
                 self._adopt(message, got, reply)
                 yield got
+            if held:            # no better reply has come
+                yield held
         finally:
             reply.close()
         raise UpstreamError('protocol', 'the answer to %s ended without a '
@@ -8066,13 +8208,17 @@ class HttpTalk(Talk):
             body = reply.body(deadline)
             message = decode_line(body, number)
         if message and status == 200:
-            return message
+            return dict(message, id=number) if is_reply_to(
+                message, number, False) else message
+        place = 'from ' + plain_url(reply.url)
         if message and message.get('error') is not None:
-            return dict(message, id=number)     # such an id may be anything
+            message.update({'id': number,       # it may be anything
+                            AT: ' (HTTP %d; %s)' % (status, place)})
+            return message
         if status == 200:
             raise UpstreamError(
-                'protocol', 'the answer (%s) is no JSON-RPC message'
-                % (media_type(reply.headers) or 'of no type'))
+                'protocol', 'the answer (%s) is no JSON-RPC message; %s'
+                % (media_type(reply.headers) or 'of no type', place))
         raise self.refusal(reply, body, deadline)
 
     def refusal(self, reply, body, deadline):
@@ -8080,7 +8226,9 @@ class HttpTalk(Talk):
         exc = status_error(reply.status, reply.headers,
                            has_credential(self.server), body)
         if exc.cause:
-            exc.args = ('%s; from %s' % (exc, plain_url(reply.url)),)
+            exc.args = ('%s; from %s' % (
+                exc, reply.pipe.place if reply.status == 407
+                else plain_url(reply.url)),)
         if reply.status == 401:
             issuers = self._find_issuers(reply, min(
                 deadline, self.world.clock() + METADATA_MS / 1000))
@@ -8155,15 +8303,28 @@ class SseTalk(HttpTalk):
 
     stream = None
 
+    def _opening_events(self):
+        try:
+            yield from iter(self.stream.next, None)
+        except UpstreamError as exc:
+            if exc.cause == 'timeout':
+                exc.args = ('no endpoint event, so no answer',)
+            raise
+
     def _open(self, deadline):
         from urllib.parse import urljoin
         reply = self.send('GET', deadline)
-        self.stream = EventStream(reply, min(
-            deadline, self.world.clock() + ENDPOINT_MS / 1000))
-        if reply.status != 200 or (
-                media_type(reply.headers) != 'text/event-stream'):
+        if self.server.transport == 'auto':     # it may be no such server
+            deadline = min(deadline, self.world.clock() + ENDPOINT_MS / 1000)
+        self.stream = EventStream(reply, deadline)
+        if reply.status != 200:
             raise self.refusal(reply, b'', deadline)
-        for kind, data in iter(self.stream.next, None):
+        kind = media_type(reply.headers)
+        if kind != 'text/event-stream':
+            raise UpstreamError(
+                'protocol', 'the answer (%s) is no event stream; from %s' % (
+                    kind or 'of no type', plain_url(reply.url)))
+        for kind, data in self._opening_events():
             if kind != 'endpoint':
                 continue
             try:
@@ -8203,12 +8364,14 @@ class Dialogue:
     """Drives one conversation of section 8, whatever carries it.
 
     opening, ending: monotonic deadlines of the first reply and of all.
+    is_last: there is no other way to look at this server.
     """
 
-    def __init__(self, talk, server, opening, ending):
-        self.talk, self.server = talk, server
+    def __init__(self, talk, server, opening, ending, is_last):
+        self.talk, self.server, self.is_last = talk, server, is_last
         self.opening, self.ending = opening, ending
         self.start = talk.world.clock()
+        self.is_sure = False    # it must know server/discover
         self.number = 0         # of the request that is waited for
         self.method = ''        # of the step that is being done
         self.is_list_changed = False
@@ -8223,12 +8386,18 @@ class Dialogue:
         return self._converse(era)
 
     def _converse(self, era):
-        steps, reply = explore(era, self.server.client), None
+        steps = explore(era, self.server.client)
+        self.is_sure = era == 'modern' and self.is_last
         try:
+            step = steps.send(None)
             while True:
-                step = steps.send(reply)
                 self.method = step.method
-                reply = self._do(step)
+                try:
+                    reply = self._do(step)
+                except UpstreamError as exc:
+                    step = steps.throw(exc)
+                else:
+                    step = steps.send(reply)
         except StopIteration as end:
             return end.value
         except UpstreamError as exc:
@@ -8251,6 +8420,18 @@ class Dialogue:
                     exc, step.method, format_duration(int(spent * 1000))),)
             raise
 
+    def _deadline(self, method):
+        """Give until when to wait for the reply to a method.
+
+        Silence is how some servers answer what they do not know: they get
+        less time for server/discover where that is a guess.
+        """
+        end = self.ending if self.talk.is_open else self.opening
+        if method != 'server/discover' or self.is_sure:
+            return end
+        now = self.talk.world.clock()
+        return now + min(DISCOVER_MS / 1000, (end - now) / 2)
+
     def _ask(self, step):
         """Send a request and give its reply, before the deadline."""
         self.number += 1
@@ -8258,20 +8439,21 @@ class Dialogue:
             self.is_list_changed = False
         messages = self.talk.ask(
             {'id': self.number, 'method': step.method,
-             'params': step.params},
-            self.ending if self.talk.is_open else self.opening)
+             'params': step.params}, self._deadline(step.method))
         try:
             for message in messages:
-                self._hear(message)
-                if is_reply_to(message, self.number):
+                if is_reply_to(message, self.number, self.talk.is_open):
                     self.talk.is_open = True
                     return message
+                self._hear(message)
         finally:
             messages.close()
         raise UpstreamError('timeout', 'no answer')
 
     def _hear(self, message):
         """Note that the list changed; answer what the server asks."""
+        if 'method' not in message:
+            self.talk.strays += 1
         if message.get('method') == 'notifications/tools/list_changed':
             self.is_list_changed = True
         reply = answer_request(message, self.server.client,
@@ -8317,6 +8499,11 @@ def is_list_failure(state, cause, detail):
 LAST_WORDS = '; last stderr: '
 
 
+def _strays_text(talk):
+    return '%s came that answered nothing we asked' % plural(
+        talk.strays, 'message')
+
+
 def _failure(exc, talk, secrets):
     """Word a failure, with the last line a dying server wrote."""
     detail, tail = redact(str(exc), secrets), _stderr_of(talk, secrets)
@@ -8324,6 +8511,8 @@ def _failure(exc, talk, secrets):
             not detail.startswith(LIST_FAILED)):
         detail = LIST_FAILED + ': ' + detail
     lines = [line.strip() for line in tail.splitlines() if line.strip()]
+    if talk and talk.strays and exc.cause in ('exited', 'timeout'):
+        detail += '; ' + _strays_text(talk)
     if exc.cause in ('exited', 'timeout', 'refused') and lines:
         detail += LAST_WORDS + lines[-1][:300]
     state = 'pending_auth' if isinstance(exc, LoginNeeded) else 'error'
@@ -8359,26 +8548,32 @@ def is_plain_word(name, value):
 def secrets_of(server, plain, environ):
     """List the values of a server that must never be shown.
 
-    Those of env, headers and URL, but for what chooses code and plain
-    words, of variables elsewhere that are no paths, and what health probes
-    with. plain: the server expanded.
+    Those of env, headers and URL, and those that mask_args masks, but for
+    what chooses code and plain words; of variables elsewhere that are no
+    paths, and what health probes with. plain: the server expanded.
     """
-    texts = list(plain.env.items()) + list(plain.headers.items())
-    words = {text.split(' ')[-1] for name, text in texts
-             if text and not is_plain_word(name, text)}
+    args = [row[2:] for row in split_args(plain.args)
+            if not is_code_env(row[2])]
+    texts = list(plain.env.items()) + list(plain.headers.items()) + args
+    # of "Bearer abc" the last word alone may be repeated, too
+    words = {word for name, text in texts if text
+             for word in (text, text.split(' ')[-1])
+             if not is_plain_word(name, word)}
     named = {text.split(' ')[-1] for name, text in texts if text
              and re.match('(?i)%s\\Z' % SECRET_NAME, name)
              and re.search('/[A-Za-z0-9+/=]{19,}\\Z', text)}
     words.update(url_secrets(plain.url))
-    words -= set(launch_value(plain)['env'].values())
+    words -= {value for name, value in launch_value(plain)['env'].items()
+              if not is_secret_env(name)}
     named_by = dict(PRESETS.get(server.health.get('preset'), ()),
                     **server.health)
     words.add(environ.get(named_by.get('token_env') or '', ''))
     for text in texts_of(server).values():
         for name in re.findall(r'(?:\$|\{)(?:\{?env:|\{)? ?(%s)' % NAME,
                                text):
-            if not is_plain_word(name, environ.get(name, '')):
-                words.add(environ[name])
+            value = environ.get(name, '')
+            if value and not is_plain_word(name, value):
+                words.add(value)
     return [word for word in words if len(word) >= 4 and (
         word[0] != '/' or word in named)]       # base64 may begin so
 
@@ -8388,11 +8583,14 @@ def _observation(listing, talk, secrets):
     if talk.noise:
         warnings.insert(0, '%s on stdout' % plural(
             talk.noise, 'non-protocol line'))
+    if talk.strays:
+        warnings.insert(0, _strays_text(talk))
     refused = {tool.name: tool.flaw for tool in tools
                if tool.flaw.startswith('definition refused')}
     return Observation('ready', '', '', listing.protocol, listing.era,
                        min(listing.ttl, MAX_TTL_MS), tools, refused,
-                       warnings, _stderr_of(talk, secrets))
+                       warnings, _stderr_of(talk, secrets),
+                       cache_scope=listing.cache_scope)
 
 
 def _ways(server, era):
@@ -8416,17 +8614,22 @@ def _is_misled(exc, talk, era):
     if exc.cause == 'exited' or talk is None:
         return talk is not None and talk.is_started and not talk.is_open
     if era == 'modern':
-        return exc.cause in ('protocol', 'http_status')
+        return exc.cause in ('protocol', 'http_status') or (
+            exc.cause in ('timeout', 'refused') and not talk.is_open)
     return talk.status in SSE_STATUSES and not talk.version
 
 
 def _look_once(server, way, deadlines, world, secrets):
-    """Look one way: (Observation, True if the next may do better)."""
+    """Look one way: (Observation, True if the next may do better).
+
+    way: (transport, era, whether it is the last).
+    """
     talk = None
     try:
         talk = TALKS[way[0]](server, world)
         talk.open()
-        listing = Dialogue(talk, server, *deadlines).run(way[1])
+        listing = Dialogue(talk, server, *deadlines,
+                           is_last=way[2]).run(way[1])
         return _observation(listing, talk, secrets), False
     except UpstreamError as exc:
         if exc.cause == 'exited' and talk.is_started:
@@ -8444,7 +8647,8 @@ def observe_server(server, era, deadlines, world):
 
     deadlines: seconds on the monotonic clock by which the first reply must
     be there, and the list complete. What is started is ended before this
-    returns. Of several ways that fail, the first says most.
+    returns. Of several ways that fail, the first says most, unless nothing
+    came of it.
     """
     plain, missing = expand_server(server, world.env, read_text)
     if missing:
@@ -8453,9 +8657,12 @@ def observe_server(server, era, deadlines, world):
             if len(missing) == 1 else '%s have no value' % ', '.join(missing),
             None, None, 0, None, {}, [], '')
     first, secrets = None, secrets_of(server, plain, world.env)
-    for way in _ways(plain, era):
-        seen, is_misled = _look_once(plain, way, deadlines, world, secrets)
-        first = first or seen
+    ways = _ways(plain, era)
+    for way in ways:
+        seen, is_misled = _look_once(plain, way + (way == ways[-1],),
+                                     deadlines, world, secrets)
+        if first is None or first.cause == 'timeout':
+            first = seen
         if not is_misled:
             break
     return (first if seen.state == 'error' else seen)._replace(
@@ -8722,6 +8929,7 @@ def save_observation(store, known, seen, owner, watch=no_watch):
                     name for name, tool in before.items() if tool.approved
                     and tool.approved.hash == tool.hash])
             save_tools(con, row_id, plan.rows, plan.gone, now)
+            save_scope(con, server.name, seen_key(server), seen.cache_scope)
             _save_trust(con, known, plan, launches, now)
         row = _row_of(con, row_id, known, plan, seen)
         _record_sync(con, store.world, row, plan, is_same)
@@ -11720,6 +11928,7 @@ def cmd_servers_show(world, options):
             launches = config.lock.launches.get(server.name, ())[:1]
         link = known.connection
         notes = load_notes(con, server.name, seen_key(server))[1]
+        scope = load_scope(con, server.name, seen_key(server))
     for key in ('enabled', 'quarantined'):
         value, by_switch = switched(getattr(server, key), switches.get(key))
         row[key] = value
@@ -11738,6 +11947,9 @@ def cmd_servers_show(world, options):
     for key in ('since', 'listed_at', 'expires_at'):
         at = getattr(link, key) if link else None
         row[key] = format_time(at) if at is not None else None
+    row['ttl'] = format_duration(link.ttl) if link and link.ttl else None
+    row['cache_scope'] = scope if link and link.listed_at is not None and (
+        scope) else None
     row['refused'] = link.refused if link else {}
     row['next'] = _next_step(world, row)
     row['warnings'] = list(dict.fromkeys(server.warnings + notes))

@@ -1180,13 +1180,30 @@ class Test06Launch(unittest.TestCase):
         (('https://h/x?k=zz',), "'https://h/x?***'"),
         (('--header', 'Authorization: Bearer zz'),
          "--header 'Authorization: ***'"),
-        (('Bearer zz',), "'Bearer ***'"))
+        (('Bearer zz',), "'Bearer ***'"),
+        (('--passphrase', 'zz', '--pass', 'zz', '--db-pass=zz'),
+         "--passphrase '***' --pass '***' '--db-pass=***'"),
+        (('--auth', 'zz', '--auth-header', 'zz', '--no-auth', 'a'),
+         "--auth '***' --auth-header '***' --no-auth a"),
+        (('--jwt', 'zz', '--otp', 'zz', '--pat', 'zz', '--session', 'zz'),
+         "--jwt '***' --otp '***' --pat '***' --session '***'"),
+        (('--headers', 'X-Foo: zz'), "--headers 'X-Foo: ***'"),
+        (('FOO=zz', 'node'), "'FOO=***' node"),
+        (('PATH=/a', 'author=me', '--path=b'),
+         "'PATH=/a' 'author=me' '--path=b'"),
+        (('root:zz@tcp(h)/db',), "'root:***@tcp(h)/db'"))
 
     def test_masked_arguments(self):
         for args, shown in self.MASKED:
             with self.subTest(args=args):
                 self.assertEqual(pf.launch_text(a_server(args=args)),
                                  'run ' + shown)
+
+    def test_a_command_and_a_directory_are_masked_too(self):
+        self.assertEqual(
+            pf.launch_text(a_server(command='API_TOKEN=zz npx', cwd='/a?b',
+                                    args=())),
+            "'API_TOKEN=*** npx' [cwd=/a?b]")
 
     def test_plain_arguments(self):
         args = ('-y', '@scope/pkg@1.2', '--port', '80', '--verbose', 'a b')
@@ -1377,6 +1394,17 @@ class Test07Paths(unittest.TestCase):
             with self.subTest(path=path):
                 self.assertEqual(pf.dialect_of(path), '')
 
+    def test_the_whole_of_a_clients_directory_is_its_own(self):
+        for path, dialect in (
+                ('/r/.kiro/x/y/mcp.json', 'kiro'), ('/r/.kiro/x.json', ''),
+                ('/r/.amazonq/agents/a.json', 'amazon-q'),
+                ('/h/.aws/amazonq/agents/a.json', 'amazon-q'),
+                ('/r/.junie/x.json', 'jetbrains'),
+                ('/d/roo-cline/settings/mcp_settings.json', 'roo'),
+                ('/r/myamazonq/a.json', ''), ('/r/.junie', '')):
+            with self.subTest(path):
+                self.assertEqual(pf.dialect_of(path), dialect)
+
     def test_flag_wins(self):
         entry = {'mcpServers': {'s': {'command': 'x', 'trust_mode': 'auto'}}}
         for path, flag, mode in (
@@ -1456,7 +1484,8 @@ class Test07Entries(unittest.TestCase):
             deny=['t'], start_timeout=1000, request_timeout=2000,
             max_age=0, client='claude-code', health={'setup': 'a'},
             ignore_changes={'t': ['description']},
-            extra={'deny': ('disabled_tools', OURS)}))
+            extra={'deny': ('disabled_tools', OURS),
+                   'quarantined_at': OURS}))
 
     def test_a_star_in_a_name_of_ignore_changes_is_no_pattern(self):
         for rules, warned in (({'*': ['title']}, []), ({'a': ['title']}, []),
@@ -1788,7 +1817,8 @@ class Test07Overlays(unittest.TestCase):
             request_timeout=180000, client='claude-code',
             health={'setup': 'a'}, ignore_changes={'t': ['title']},
             overlaid=frozenset(('env.B', 'env.C', 'headers.H')),
-            extra={'allow': ('enabled_tools', '/o/0.json')}))
+            extra={'allow': ('enabled_tools', '/o/0.json'), 'enabled_at':
+                   '/o/0.json', 'quarantined_at': '/o/0.json'}))
 
     def test_maps_merge_and_the_rest_replaces(self):
         below = dict(self.BASE, max_age='1m', disabled_tools=['a'], health={
@@ -2062,12 +2092,16 @@ class Test07Children(unittest.TestCase):
 
 
 def converse(replies, era='handshake', client=None, is_changed=False):
-    """Drive one conversation: (what was sent, its Listing or its error)."""
+    """Drive one conversation: (what was sent, its Listing or its error).
+
+    A reply that is an exception is what the link raises.
+    """
     steps, sent, left = pf.explore(era, client), [], list(replies)
     reply = None
     try:
         while True:
-            step = steps.send(reply)
+            step = steps.throw(reply) if isinstance(
+                reply, Exception) else steps.send(reply)
             sent.append((step.method, step.params))
             if step.params == pf.TELL:
                 reply = None
@@ -2116,7 +2150,7 @@ class Test08Opening(unittest.TestCase):
                 'capabilities': {}}),
             ('notifications/initialized', 'tell'), ('tools/list', {}),
             ('notifications/tools/list_changed', 'settle')])
-        self.assertEqual(listing, ('2025-11-25', 'handshake', ['t'], 0))
+        self.assertEqual(listing, ('2025-11-25', 'handshake', ['t'], 0, ''))
 
     def test_every_known_version(self):
         for version in ('2025-11-25', '2025-06-18', '2025-03-26',
@@ -2125,8 +2159,7 @@ class Test08Opening(unittest.TestCase):
             self.assertEqual(listing.protocol, version)
 
     def test_unknown_versions(self):
-        for version in ('2099-01-01', '2026-07-28', None, 5, {}, '',
-                        'x' * 1000):
+        for version in ('2099-01-01', None, 5, {}, '', 'x' * 1000):
             with self.subTest(version=version):
                 sent, exc = converse([welcome(version), page()])
                 self.assertEqual(len(sent), 1)
@@ -2193,6 +2226,40 @@ class Test08Opening(unittest.TestCase):
         self.assertEqual(str(exc), 'initialize failed with error -32602: no '
                          'key given')
 
+    def test_the_first_refusal_outlives_what_ails_the_second_step(self):
+        refusal = wire_error(-32602, 'no key given')
+        for reply in (pf.UpstreamError('timeout', 'no answer'),
+                      pf.UpstreamError('http_status', 'HTTP 500'),
+                      pf.UpstreamError('exited', 'exited with code 1'),
+                      {'result': {}}, {'result': []},
+                      {'result': {'supportedVersions': '2026-07-28'}}):
+            with self.subTest(reply):
+                exc = converse([refusal, reply])[1]
+                self.assertEqual(
+                    (exc.cause, str(exc)),
+                    ('protocol', 'initialize failed with error -32602: no '
+                     'key given'))
+
+    def test_what_the_second_step_says_more_of(self):
+        for reply, told in (
+                (pf.LoginNeeded('401: no'), '401: no'),
+                (pf.UpstreamError('rate_limited', 'HTTP 429'), 'HTTP 429'),
+                (discovered('2027-01-01'), 'the server speaks ["2027-01-01"'
+                 '], we know 2026-07-28')):
+            with self.subTest(told):
+                exc = converse([wire_error(-32602, 'no'), reply])[1]
+                self.assertEqual(str(exc), told)
+
+    def test_a_handshake_that_ends_in_the_stateless_revision(self):
+        sent, listing = converse([welcome('2026-07-28'),
+                                  discovered('2026-07-28'), page(['t'])])
+        self.assertEqual([method for method, _ in sent[:3]],
+                         ['initialize', 'server/discover', 'tools/list'])
+        self.assertEqual(listing[:3], ('2026-07-28', 'modern', ['t']))
+        exc = converse([welcome('2026-07-28'), wire_error(-32601)])[1]
+        self.assertIn('the server speaks 2026-07-28, we know 2025-11-25',
+                      str(exc))
+
     def test_modern(self):
         """Every request of that revision carries its _meta."""
         sent, listing = converse([
@@ -2207,7 +2274,8 @@ class Test08Opening(unittest.TestCase):
             ('server/discover', {'_meta': meta}),
             ('tools/list', {'_meta': meta}),
             ('tools/list', {'_meta': meta, 'cursor': 'c'})])
-        self.assertEqual(listing, ('2026-07-28', 'modern', ['a', 'b'], 7))
+        self.assertEqual(listing, ('2026-07-28', 'modern', ['a', 'b'], 7,
+                                   ''))
 
     def test_modern_without_a_common_version(self):
         for reply in (discovered('2027-01-01'), discovered(),
@@ -2324,6 +2392,13 @@ class Test08Paging(unittest.TestCase):
                 self.assertEqual(self.listed(page([], ttlMs=value))[1].ttl,
                                  ttl)
 
+    def test_cache_scope(self):
+        for value, scope in (('public', 'public'), ('private', 'private'),
+                             ('x', ''), (None, ''), ([], ''), ({}, '')):
+            with self.subTest(value=value):
+                self.assertEqual(self.listed(page(
+                    [], cacheScope=value))[1].cache_scope, scope)
+
     def test_a_list_that_changed_is_fetched_again_once(self):
         cursors, listing = self.listed(
             page([1], 'c'), page([2]), page([3]), is_changed=True)
@@ -2387,8 +2462,10 @@ class Test08Lines(unittest.TestCase):
                 ({'id': 2, 'result': {}}, True),
                 ({'id': 2, 'error': {}}, True),
                 ({'id': '2', 'result': {}}, True),
-                ({'id': None, 'error': {'code': -32700}}, True),
-                ({'error': {'code': -32700}}, True),
+                ({'id': None, 'error': {'code': -32700}}, False),
+                ({'error': {'code': -32700}}, False),
+                ({'id': None, 'result': {}}, False), ({'result': {}}, False),
+                ({'id': 0, 'result': {}}, False),
                 ({'id': 1, 'result': {}}, False),
                 ({'id': '1', 'result': {}}, False),
                 ({'id': 3, 'error': {}}, False),
@@ -2401,13 +2478,18 @@ class Test08Lines(unittest.TestCase):
             with self.subTest(message=message):
                 self.assertIs(pf.is_reply_to(message, 2), is_reply)
 
+    def test_an_error_without_an_id_is_of_the_only_request(self):
+        for message in ({'id': None, 'error': {'code': -32700}},
+                        {'error': {'code': -32700}}):
+            self.assertIs(pf.is_reply_to(message, 1, False), True)
+
     def test_ids_that_are_not_echoed(self):
         for message in ({'id': None, 'result': {}}, {'result': {}},
                         {'id': 0, 'result': {}}, {'id': 0, 'error': {}},
                         {'id': None, 'result': {}, 'error': None}):
             with self.subTest(message=message), \
                     self.assertRaises(pf.UpstreamError) as caught:
-                pf.is_reply_to(message, 2)
+                pf.is_reply_to(message, 2, False)
             self.assertEqual((caught.exception.cause, str(
                 caught.exception)), ('protocol', 'the server does not echo '
                                      'request ids'))
@@ -3095,6 +3177,9 @@ class Test07Toml(unittest.TestCase):
         ('a = 1\nb', 2, '= is expected'), ('= 1', 1, 'a key is expected'),
         ('a = ', 1, 'a value is expected'), ('a = x', 1, 'a value is exp'),
         ('a = 1 b = 2', 1, 'the line should end'),
+        ('a = 1 # \0', 1, 'the line should end'),
+        ('b = 1\n# c\r[t]', 2, 'a key is expected'),
+        ('a = [1, # \x7f\n]', 1, 'a value is expected'),
         ('a = 01', 1, 'a value is exp'), ('a = 1__0', 1, 'a value is exp'),
         ('a = .5', 1, 'a value is exp'), ('a = True', 1, 'a value is exp'),
         ('a = "x', 1, 'a value is exp'), ("a = '\n'", 1, 'a value is exp'),
@@ -3139,6 +3224,7 @@ class Test07Toml(unittest.TestCase):
             show('/h/.codex/config.toml', '\ufeffa = 1\r\nb = "\\q"\r\n')
         self.assertIn('config /h/.codex/config.toml, line 2, column 6: bad '
                       'escape', str(caught.exception))
+        self.assertEqual(str(caught.exception).count('Windows'), 1)
 
     def test_a_text_without_end_costs_one_scan(self):
         for text in ('a = "' + '\\"' * 200000, 'a = """' + '"x' * 200000,
@@ -3793,6 +3879,8 @@ class Test07References(unittest.TestCase):
                 'F': 'own'})
         server = entry_of('vscode', {'command': 'x', 'envFile': 'no'})
         self.assertEqual(server['unresolved'], ['file:no'])
+        server = entry_of('cursor', {'url': 'http://h', 'envFile': 'no'})
+        self.assertEqual(server['unresolved'], [])
 
     def test_codex_names_variables(self):
         server = entry_of('codex', {
@@ -3983,6 +4071,47 @@ class Test07Precedence(unittest.TestCase):
                             ('/h/.claude.json', self.CLAUDE_USER), home='/h')
         self.assertFalse(pf.look_up(config, 'p')[0].enabled)
         self.assertTrue(pf.look_up(config, 'q')[0].enabled)
+        self.assertEqual(self.off_in(config, 'p'), '/h/.claude.json')
+
+    def off_in(self, config, name):
+        """Give the file that a switched-off server is said to be off in."""
+        found = re.match('Server "%s" is (?:switched off|quarantined) in '
+                         r'(.*)\.\Z' % name, pf.disabled_fact(
+                             pf.look_up(config, name)[0], None))
+        return found and found.group(1)
+
+    def test_geminis_lists_hold_for_all_of_its_files(self):
+        config = read_files(
+            ('/h/.gemini/settings.json', {
+                'mcp': {'excluded': ['p']}, 'mcpServers': {
+                    'a': {'command': 'x'}, 'z': {'command': 'x'}}}),
+            ('/r/.gemini/settings.json', {
+                'mcp': {'allowed': ['a', 'p']}, 'mcpServers': {
+                    'p': {'command': 'x'}}}), home='/h')
+        self.assertEqual(
+            [self.off_in(config, name) for name in 'apz'],
+            [None, '/h/.gemini/settings.json', '/r/.gemini/settings.json'])
+
+    def test_the_file_that_switches_off_is_named(self):
+        for low, high, key in (
+                (('/h/.codex/config.toml', '[mcp_servers.s]\ncommand = "x"'),
+                 ('/r/.codex/config.toml',
+                  '[mcp_servers.s]\nenabled = false'), 'switch'),
+                (('/r/.cursor/mcp.json', {'mcpServers': {
+                    's': {'command': 'x'}}}),
+                 ('/o/ov.json', {'trust_mode': 'auto', 'mcpServers': {
+                     's': {'enabled': False}}}), 'switch'),
+                (('/r/.cursor/mcp.json', {'mcpServers': {
+                    's': {'command': 'x'}}}),
+                 ('/o/ov.json', {'mcpServers': {
+                     's': {'quarantined': True}}}), 'hold')):
+            with self.subTest(low[0], key=key):
+                config = read_files(low, high, home='/h')
+                server = pf.look_up(config, 's')[0]
+                fact = (pf.disabled_fact(server, None) if key == 'switch'
+                        else pf.quarantine_fact(server, None, (),
+                                                config.settings, ''))
+                self.assertTrue(fact.endswith(' in %s.' % high[0]), fact)
 
     def test_an_overlay_lies_on_any_client(self):
         config = self.config(
@@ -7719,6 +7848,18 @@ def reply_text(tools, ending='\n', opening=''):
 class LookCase(WorldCase):
     """A test that looks at a fake server."""
 
+    DISCOVERED = {'result': {
+        'supportedVersions': ['2026-07-28'], 'capabilities': {'tools': {}},
+        'resultType': 'complete'}}
+
+    def modern(self, code=-32601):
+        """What a server does that knows the stateless revision alone."""
+        refusal = {'error': {'code': code, 'message': 'no', 'data': {
+            'supported': ['2026-07-28']}}}
+        return dict(answers={'initialize': refusal,
+                             'server/discover': self.DISCOVERED},
+                    tools=[tool()], log=self.path('log'))
+
     def serve(self, name='s', **spec):
         """As in TempCase, with an interpreter that starts fast."""
         entry = super().serve(name, **spec)
@@ -7858,6 +7999,21 @@ class Test17Links(LookCase):
                          env={'ANY_KEY': value})
             self.fails(self.look(entry), 'exited', 'last stderr: bad: '
                        + shown)
+
+    def test_a_value_of_several_words_is_masked_whole(self):
+        entry = dict(self.serve(die='initialize', stderr='bad: two words'),
+                     env={'ANY': 'two words'})
+        self.fails(self.look(entry), 'exited', 'last stderr: bad: ***')
+
+    def test_a_credential_among_what_chooses_code_is_masked(self):
+        entry = dict(self.serve(die='initialize', stderr='E401 hunter-5'),
+                     env={'NPM_CONFIG__AUTHTOKEN': 'hunter-5'})
+        self.fails(self.look(entry), 'exited', 'last stderr: E401 ***')
+
+    def test_a_secret_variable_that_is_not_set_is_no_fault_of_ours(self):
+        entry = dict(self.serve(die='initialize', stderr='bad: abcd'),
+                     env={'X': '${NO_SUCH_TOKEN:-abcd}'})
+        self.fails(self.look(entry), 'exited', 'last stderr: bad: ***')
 
     def test_what_chooses_code_is_no_secret(self):
         entry = dict(self.serve(die='initialize', stderr='bad: --trace-x'),
@@ -8773,10 +8929,6 @@ class Test17Windows(WorldCase):
 class Test18Dialogue(LookCase):
     """The conversation, as it runs over a real child."""
 
-    DISCOVERED = {'result': {
-        'supportedVersions': ['2026-07-28'], 'capabilities': {'tools': {}},
-        'resultType': 'complete'}}
-
     def test_pages_are_put_together(self):
         seen = self.look(pages={
             'first': {'tools': [tool('a')], 'nextCursor': '2'},
@@ -8819,14 +8971,6 @@ class Test18Dialogue(LookCase):
         self.assertEqual([row['params'].get('protocolVersion') for row in
                           self.asked()], ['2025-11-25', '2024-11-05', None])
 
-    def modern(self, code=-32601):
-        """What a server does that knows the stateless revision alone."""
-        refusal = {'error': {'code': code, 'message': 'no', 'data': {
-            'supported': ['2026-07-28']}}}
-        return dict(answers={'initialize': refusal,
-                             'server/discover': self.DISCOVERED},
-                    tools=[tool()], log=self.path('log'))
-
     def test_discover_follows_on_the_same_process(self):
         for code in (-32601, -32602, -32022, -32000):
             self.write('starts', '')
@@ -8865,6 +9009,70 @@ class Test18Dialogue(LookCase):
                 self.assertEqual(self.names(seen), ['echo'])
                 self.assertEqual(seen.era, 'handshake')
                 self.assertEqual(len(self.pids()), 2)
+
+    SILENT = {'raw': ''}
+
+    def test_a_remembered_era_that_meets_silence_is_left(self):
+        """It keeps half of the time at least for the other era."""
+        for within, limit in ((100, 20), (20000, 2)):
+            self.patch('DISCOVER_MS', within)
+            self.write('starts', '')
+            start = time.monotonic()
+            seen = self.look(era='modern', tools=[tool()], limit=limit,
+                             answers={'server/discover': self.SILENT})
+            with self.subTest(within):
+                self.assertEqual(self.names(seen), ['echo'])
+                self.assertEqual(seen.era, 'handshake')
+                self.assertEqual(len(self.pids()), 2)
+                self.assertLess(time.monotonic() - start, 10)
+
+    def test_silence_in_both_eras_is_told_of_the_second(self):
+        self.patch('DISCOVER_MS', 50)
+        seen = self.look(era='modern', limit=0.6, answers={
+            'server/discover': self.SILENT, 'initialize': self.SILENT})
+        self.fails(seen, 'timeout', 'no answer to initialize within')
+
+    def test_the_only_era_left_has_all_the_time(self):
+        self.patch('DISCOVER_MS', 50)
+        seen = self.look(die='initialize', tools=[tool()],
+                         sleep={'server/discover': 0.3}, answers={
+                             'server/discover': self.DISCOVERED})
+        self.assertEqual(self.names(seen), ['echo'])
+
+    def test_a_refusal_of_initialize_outlives_a_silent_discover(self):
+        self.patch('DISCOVER_MS', 50)
+        refusal = {'error': {'code': -32602, 'message': 'key is required'}}
+        for more in ({'answers': {'server/discover': self.SILENT}},
+                     {'die': 'server/discover'}):
+            more.setdefault('answers', {})['initialize'] = refusal
+            start = time.monotonic()
+            with self.subTest(more):
+                self.fails(self.look(**more), 'protocol', 'initialize failed '
+                           'with error -32602: key is required')
+                self.assertLess(time.monotonic() - start, 10)
+
+    STRAY = ({'id': None, 'error': {'code': -32601, 'message': 'no'}},
+             {'error': {'code': -32601, 'message': 'no'}},
+             {'id': None, 'result': {}}, {'id': 1, 'result': {}})
+
+    def test_an_answer_to_a_notification_is_not_taken_for_a_reply(self):
+        for stray in self.STRAY:
+            seen = self.look(tools=[tool()], before={'tools/list': [stray]})
+            with self.subTest(stray):
+                self.assertEqual(self.names(seen), ['echo'])
+                self.assertEqual(seen.warnings, [
+                    '1 message came that answered nothing we asked'])
+
+    def test_an_error_without_an_id_may_refuse_initialize(self):
+        seen = self.look(answers={'initialize': {'raw': json.dumps(dict(
+            self.STRAY[0], jsonrpc='2.0')).replace('-32601', '-32603')
+            + '\n'}})
+        self.fails(seen, 'protocol', 'initialize failed with error -32603')
+
+    def test_answers_to_nothing_are_told_of_with_a_silence(self):
+        seen = self.look(before={'tools/list': self.STRAY[:2]}, limit=0.5,
+                         answers={'tools/list': self.SILENT})
+        self.fails(seen, 'timeout', '2 messages came that answered nothing')
 
     def test_one_malformed_tool_costs_itself_alone(self):
         seen = self.look(tools=[
@@ -9018,6 +9226,79 @@ class Test18Sync(SyncCase):
         self.assert_not_run()
         with open(os.path.join(self.home, 'preflight.db'), 'rb') as file:
             self.assertNotIn(b'hush-hush', file.read())
+
+    def test_secrets_of_the_command_line_stay_hidden(self):
+        secrets = ('zz9secretvalue', 'zz8secretvalue', 'zz7secretvalue',
+                   'zz6 secret value', '/zz5secret/value+AAAAAAAAA')
+        entry = self.serve(die='start', stderr='bad: %s; /srv/data 8080\n'
+                           % ' '.join(secrets))
+        entry['args'] += ['--token', secrets[0], '-e', 'API_KEY='
+                          + secrets[1], '--header=X: Bearer ${HUSH_WORD}',
+                          '--password', secrets[3], '-e', 'SECRET='
+                          + secrets[4], '-e', 'ROOT=/srv/data', '--port',
+                          '8080']
+        self.configure({'s': entry})
+        world = self.world(env=dict(os.environ, HUSH_WORD=secrets[2]))
+        row = self.one('sync', world=world)
+        self.assertEqual(row.cause, 'exited')
+        self.assertIn('; /srv/data 8080', row.detail)
+        text = repr((row, self.do('servers', 'show', 's'), self.gate('s:x'),
+                     self.answers, self.told))
+        for name in os.listdir(self.home):
+            with open(os.path.join(self.home, name), 'rb') as file:
+                text += file.read().decode('latin-1')
+        for secret in secrets + ('zz6 secret',):
+            with self.subTest(secret):
+                self.assertNotIn(secret, text)
+
+    def test_the_era_is_remembered_per_launch(self):
+        def asked():
+            self.one('sync')
+            found = [row['method'] for row in self.asked()]
+            os.remove(self.path('log'))
+            return found
+        entry = self.serve(**self.modern())
+        self.configure({'s': entry})
+        self.assertEqual(asked(), ['initialize', 'server/discover',
+                                   'tools/list'])
+        for _ in range(2):
+            self.assertEqual(asked(), ['server/discover', 'tools/list'])
+        entry['args'].append('--other')
+        self.configure({'s': entry})
+        self.do('servers', 'approve', 's', '--yes')
+        self.serve(die='start')
+        self.assertEqual(self.one('sync').cause, 'exited')
+        self.serve(**self.modern())
+        self.assertEqual(asked()[:2], ['initialize', 'server/discover'])
+        self.assertEqual(asked(), ['server/discover', 'tools/list'])
+
+    def test_what_a_server_says_of_caching_is_shown(self):
+        def shown():
+            row = self.do('servers', 'show', 's')
+            return row['ttl'], row['cache_scope']
+        spec = dict(self.modern(), log=None)
+        listed = {'tools': [tool()], 'resultType': 'complete'}
+        entry = self.serve()
+        self.configure({'s': entry})
+        self.assertEqual(shown(), (None, None))
+        for more, words in (({'ttlMs': 3600000, 'cacheScope': 'private'},
+                             ('1h00m', 'private')),
+                            ({'ttlMs': 0, 'cacheScope': 'public'},
+                             (None, 'public')), ({}, (None, None))):
+            spec['answers']['tools/list'] = {'result': dict(listed, **more)}
+            self.serve(**spec)
+            self.one('sync')
+            with self.subTest(more):
+                self.assertEqual(shown(), words)
+        spec['answers']['tools/list']['result']['cacheScope'] = 'public'
+        self.serve(**spec)
+        self.one('sync')
+        self.serve(die='start')
+        self.one('sync')
+        self.assertEqual(shown(), (None, 'public'))     # the list is kept
+        entry['args'].append('--other')
+        self.configure({'s': entry})
+        self.assertEqual(shown(), (None, None))
 
     def test_foreign_text_costs_the_sync_nothing(self):
         odd = {'code': 1, 'message': 'a\ud800\0b' + 'x' * 5000}
@@ -10090,7 +10371,9 @@ class Test08Sse(unittest.TestCase):
     def test_id_counts_once_its_event_has_ended(self):
         for stream, last in ((b'id: 7\n\n', '7'), (b'id: 7\ndata: a\n', ''),
                              (b'id: 7\n\nid\n\n', ''),
-                             (b'id: 7\n\nid: 8\0\n\n', '7')):
+                             (b'id: 7\n\nid: 8\0\n\n', '7'),
+                             (b'id: 7\n\nid: \xe2\x86\x92\n\n', '7'),
+                             (b'id: \xc3\xa9\n\n', '\xe9')):
             with self.subTest(stream):
                 self.assertEqual(self.parse(stream)[0].last_id, last)
 
@@ -11004,14 +11287,28 @@ class Test17Http(WebCase):
         for url in ('ftp://h/x', 'h/x', 'http://h:port/', 'http:///x'):
             with self.subTest(url):
                 self.assert_error(self.look(url, type='http'), 'protocol',
-                                  'cannot be sent over HTTP')
+                                  'its url cannot be sent over HTTP')
+        self.assert_error(
+            self.look('http://h.test/', env={'http_proxy': 'http://h:port'}),
+            'protocol', 'the URL of the proxy (no URL) cannot be sent over ')
 
     def test_header_that_cannot_be_sent_is_not_shown(self):
         for value in ('hunter22\r\nX: y', 'hunter22\u20ac'):
             seen = self.look('http://127.0.0.1:9/', type='http',
-                             headers={'X-Api-Key': value})
+                             headers={'X-Good': 'x', 'X-Api-Key': value})
             self.assertNotIn('hunter22', repr(seen))
-            self.assertEqual(seen.state, 'error')
+            self.assert_error(seen, 'protocol', 'its header "X-Api-Key" '
+                              'cannot be sent over HTTP')
+
+    def test_headers_that_can_be_sent(self):
+        for name, value, is_good in (
+                ('A', '', True), ('A', 'caf\xe9\t', True), ('A-b', 'x', True),
+                ('A', 'a\r\n b', True), ('A', 'a\nb', False),
+                ('A', 'a\n', False), ('A', '\u201cx\u201d', False),
+                ('A b:', 'x', False), ('', 'x', False), ('\xe9', 'x', False)):
+            with self.subTest((name, value)):
+                self.assertEqual(pf.unsendable({'B': 'x', name: value}),
+                                 None if is_good else name)
 
     def test_configured_headers_are_sent_ours_win(self):
         web = self.web(web_script())
@@ -11281,6 +11578,20 @@ class Test17Http(WebCase):
             self.assert_error(self.look(web.url), 'protocol',
                               'does not echo request ids')
 
+    def test_error_without_an_id_on_a_stream_waits_for_a_reply(self):
+        def stray(request):
+            return dict(web_error(request, -32603, 'why'), id=None)
+        for method in ('initialize', 'tools/list'):
+            web = self.web(web_script(**{
+                method.replace('/', '_'): lambda request: web_stream(
+                    stray(request), web_result(request))}))
+            self.assert_ready(self.look(web.url))
+            web = self.web(web_script(**{
+                method.replace('/', '_'): lambda request: web_stream(
+                    stray(request))}))
+            self.assert_error(self.look(web.url), 'protocol',
+                              method + ' failed with error -32603: why')
+
     def test_reply_to_another_request_is_not_taken(self):
         web = self.web(web_script(tools_list=lambda request: web_stream(
             dict(web_result(request, tools=[]), id=1), web_result(request))))
@@ -11296,8 +11607,9 @@ class Test17Http(WebCase):
                 tools_list=lambda request, number=number: web_reply(
                     400, dict(web_error(request, -32600, 'why'),
                               id=number))))
-            self.assert_error(self.look(web.url), 'protocol',
-                              'error -32600: why')
+            self.assert_error(self.look(web.url + '?key=hush'), 'protocol',
+                              'error -32600: why (HTTP 400; from %s)'
+                              % web.url)
 
     # -- 66. what counts as an answer ---------------------------------------
 
@@ -11309,8 +11621,9 @@ class Test17Http(WebCase):
             with self.subTest(body):
                 web = self.web(web_script(
                     tools_list=web_reply(200, body, kind)))
-                self.assert_error(self.look(web.url), 'protocol',
-                                  'JSON-RPC message')
+                self.assert_error(self.look(web.url + '?key=hush'),
+                                  'protocol', 'is no JSON-RPC message; from '
+                                  + web.url)
 
     def test_media_type_in_any_case_with_parameters(self):
         web = self.web(web_script(initialize=lambda request: web_reply(
@@ -11480,12 +11793,58 @@ class Test17Http(WebCase):
         self.assert_error(self.look(web.url, type='sse'), 'protocol',
                           'names no endpoint')
         web = self.web(web_script(GET=lambda request: web_stream(web_hang)))
-        with mock.patch.object(pf, 'ENDPOINT_MS', 200):
-            self.assert_error(self.look(web.url, type='sse'), 'timeout')
+        self.assert_error(self.look(web.url, type='sse', seconds=0.3),
+                          'timeout', 'no endpoint event, so no answer to '
+                          'initialize within')
+
+    def test_endpoint_has_the_time_that_the_server_has(self):
+        """Less only where the older transport is a guess."""
+        def slow(server, con):
+            server.wait(0.4)
+            con.sendall(b'event: endpoint\ndata: //h.test/\n\n')
+        web = self.web(web_script(initialize=web_reply(405), GET=lambda
+                                  request: web_stream(slow)))
+        with mock.patch.object(pf, 'ENDPOINT_MS', 100):
+            self.assert_error(self.look(web.url, type='sse'), 'protocol',
+                              'another origin')
+            start = time.monotonic()
+            self.assert_error(self.look(web.url), 'http_status', 'HTTP 405')
+            self.assertLess(time.monotonic() - start, 0.35)
 
     def test_stream_that_is_none(self):
         web = self.web(web_script(GET=web_reply(200, b'<html>', 'text/html')))
-        self.assert_error(self.look(web.url, type='sse'), 'http_status')
+        self.assert_error(self.look(web.url + '?key=hush', type='sse'),
+                          'protocol', 'the answer (text/html) is no event '
+                          'stream; from ' + web.url)
+
+    def test_early_hints_are_passed_over(self):
+        for status in (100, 102, 103):
+            hint = b'HTTP/1.1 %d Wait\r\nLink: </x>\r\n\r\n' % status
+            web = self.web(web_script(initialize=lambda request, hint=hint: [
+                hint, hint, web_reply(200, web_result(request))]))
+            self.assert_ready(self.look(web.url))
+
+    def test_proxy_that_wants_a_login_is_named(self):
+        proxy = self.web(web_reply(407))
+        self.assert_error(self.look('http://mcp.test/mcp', env={
+            'http_proxy': 'http://u:hush@127.0.0.1:%d' % proxy.port}),
+            'http_status', 'HTTP 407; from the proxy http://127.0.0.1:%d'
+            % proxy.port)
+
+    @mock.patch.object(pf, 'DISCOVER_MS', 100)
+    def test_silent_discover_costs_neither_era_nor_refusal(self):
+        web = self.web(web_script(server_discover=lambda request: [web_hang]))
+        seen = self.look(web.url, 'modern')
+        self.assert_ready(seen)
+        self.assertEqual(seen.era, 'handshake')
+        for answer in ([web_hang], [web_reply(500)], [web_reply(400)],
+                       [web_reply(200, b'<html>', 'text/html')]):
+            web = self.web(web_script(
+                initialize=lambda request: web_reply(200, web_error(
+                    request, -32602, 'key is required')),
+                server_discover=lambda request, answer=answer: answer))
+            self.assert_error(self.look(web.url, type='http'), 'protocol',
+                              'initialize failed with error -32602: key is')
 
     def test_stream_that_ends_before_the_reply(self):
         web = self.web(web_script(
