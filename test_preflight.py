@@ -8526,7 +8526,7 @@ class Test17Containers(LookCase):
 
     def test_a_stop_that_hangs_or_fails_costs_no_more_than_its_time(self):
         for more in ({'hang': 'stop'}, {'fail': 'stop'}, {'hang': 'rm'}):
-            self.patch('ENGINE_MS', 300 if 'hang' in more else 20000)
+            self.patch('ENGINE_MS', 3000 if 'hang' in more else 20000)
             self.write('bin/calls', '')
             self.look(self.docker(ignore_term=True, **more))
             with self.subTest(more):
