@@ -870,6 +870,11 @@ MASKS = (
 )
 
 
+def is_secret_name(name):
+    """Tell whether a variable or an option tells of a secret by its name."""
+    return bool(re.match('(?i)(?:%s)\\Z' % SECRET_FLAG, name))
+
+
 def mask_values(text, secrets):
     """Mask the values that are credentials."""
     for value in sorted(secrets, key=len, reverse=True):
@@ -1159,7 +1164,7 @@ def split_args(args):
             after = 'env'
         elif is_flag and flag in ('H', 'header', 'headers'):
             after = 'header'
-        elif is_flag and re.match(r'(?i)(?:%s)\Z' % SECRET_FLAG, flag):
+        elif is_flag and is_secret_name(flag):
             after = 'secret'
     return found
 
@@ -6334,36 +6339,34 @@ LINK_COLUMNS = ('launch, state, cause, detail, since, observed_at, '
                 'lease_until, lease_launch, expires_at')
 
 
-def _notes_key(name, file):
-    return 'notes ' + json.dumps([name, key_text(file)])
+def _look_key(kind, name, file):
+    """Name the key in meta of what a look at a server leaves there."""
+    return '%s %s' % (kind, json.dumps([name, key_text(file)]))
 
 
 def load_notes(con, name, file):
     """Load what was warned of at the last look: [of its config, of it]."""
-    return json.loads(load_meta(con, _notes_key(name, file)) or '[[], []]')
+    return json.loads(load_meta(con, _look_key('notes', name, file))
+                      or '[[], []]')
 
 
 def save_notes(con, name, file, notes):
     """Save what a look at a server warned of: is it news?"""
     if notes == load_notes(con, name, file):
         return False
-    save_meta(con, _notes_key(name, file), json.dumps(notes))
+    save_meta(con, _look_key('notes', name, file), json.dumps(notes))
     return True
-
-
-def _scope_key(name, file):
-    return 'scope ' + json.dumps([name, key_text(file)])
 
 
 def load_scope(con, name, file):
     """Load the cacheScope of the newest list: public, private or ''."""
-    return load_meta(con, _scope_key(name, file)) or ''
+    return load_meta(con, _look_key('scope', name, file)) or ''
 
 
 def save_scope(con, name, file, scope):
     """Save the cacheScope of a list."""
     if scope != load_scope(con, name, file):
-        save_meta(con, _scope_key(name, file), scope)
+        save_meta(con, _look_key('scope', name, file), scope)
 
 
 def load_link(con, name, file):
@@ -8537,10 +8540,10 @@ PLAIN_WORDS = (
 def is_plain_word(name, value):
     """Tell whether a variable holds what gives nothing away.
 
-    That is a word that is ours too, or an address without a path; never
+    That is a part of a text of ours, or an address without a path; never
     under a name that tells of a secret.
     """
-    return not re.match('(?i)%s\\Z' % SECRET_NAME, name) and (
+    return not is_secret_name(name) and (
         value.lower() in PLAIN_WORDS
         or bool(re.match(r'(?i)https?://[^/?#@\s]+/?\Z', value)))
 
@@ -8560,7 +8563,7 @@ def secrets_of(server, plain, environ):
              for word in (text, text.split(' ')[-1])
              if not is_plain_word(name, word)}
     named = {text.split(' ')[-1] for name, text in texts if text
-             and re.match('(?i)%s\\Z' % SECRET_NAME, name)
+             and is_secret_name(name)
              and re.search('/[A-Za-z0-9+/=]{19,}\\Z', text)}
     words.update(url_secrets(plain.url))
     words -= {value for name, value in launch_value(plain)['env'].items()

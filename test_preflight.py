@@ -12888,6 +12888,7 @@ class Test19Sight(HealthCase):
                 ('API_BASE', 'http://h:1', True),
                 ('API_BASE', 'https://h/', True),
                 ('API_KEY', 'error', False), ('A', 'hunter22', False),
+                ('DB_PASS', 'test', False), ('pass', 'test', False),
                 ('HOOK', 'https://h/T0/B0/x', False),
                 ('DB', 'http://u:p@h/', False)):
             with self.subTest(name=name, value=value):
