@@ -13399,12 +13399,13 @@ def remote_preflight(world, options):
     return remote_report(data, refs, request_id)
 
 
-def _remote_rows(world, path, key):
+def _remote_list(world, path, key):
+    """Ask a service for the data that has rows under a key: all of it."""
     data, _ = call_remote(world, 'GET', path)
     rows = data.get(key) if is_table(data) else None
     if not is_list(rows) or not all(map(is_table, rows)):
         raise PreflightError('the service\'s answer has no %s' % key)
-    return rows
+    return data
 
 
 def remote_tools_list(world, options):
@@ -13414,7 +13415,7 @@ def remote_tools_list(world, options):
              for name in options.ids] or ['/api/v1/tools']
     rows = []
     for path in paths:
-        rows += _remote_rows(world, path, 'tools')
+        rows += _remote_list(world, path, 'tools')['tools']
     for row in rows:                        # mcpproxy has no id
         row.setdefault('id', '%s:%s' % (
             row.get('server_name', row.get('server')), row.get('name')))
@@ -13423,7 +13424,7 @@ def remote_tools_list(world, options):
 
 def remote_servers_list(world, options):
     """List servers as a service tells them."""
-    rows = _remote_rows(world, '/api/v1/servers', 'servers')
+    rows = _remote_list(world, '/api/v1/servers', 'servers')['servers']
     for row in rows:                        # mcpproxy has other names
         row.setdefault('server', row.get('name'))
         row.setdefault('state', row.get('status'))
@@ -13440,11 +13441,8 @@ def remote_activity_list(world, options):
     from urllib.parse import urlencode
     given = {key: getattr(options, key) for key in ACTIVITY_FILTERS}
     query = urlencode({k: v for k, v in given.items() if v is not None})
-    data, _ = call_remote(world, 'GET', '/api/v1/activity?' + query)
-    rows = data.get('activities') if is_table(data) else None
-    if not is_list(rows) or not all(map(is_table, rows)):
-        raise PreflightError('the service\'s answer has no activities')
-    return dict(data, total=data.get('total', len(rows)))
+    data = _remote_list(world, '/api/v1/activity?' + query, 'activities')
+    return dict({'total': len(data['activities'])}, **data)
 
 
 def remote_activity_show(world, options):
@@ -13780,14 +13778,12 @@ def caller_of(who, config, profile=''):
     token, servers = who.token, None
     if token.servers not in (None, ['*']):
         servers = frozenset(token.servers)
-    if token.profile is not None:
-        members = frozenset(config.profiles.get(token.profile, ()))
-        servers = members if servers is None else members & servers
-    if profile:
-        members = frozenset(config.profiles.get(profile, ()))
-        servers = members if servers is None else members & servers
-        if not servers:
-            raise HttpError(400, 'Unknown profile')
+    for name in (token.profile, profile or None):
+        if name is not None:
+            members = frozenset(config.profiles.get(name, ()))
+            servers = members if servers is None else members & servers
+    if profile and not servers:
+        raise HttpError(400, 'Unknown profile')
     return Caller(AGENT, token.name, profile, servers)
 
 
